@@ -1,0 +1,156 @@
+"""Changes to a forest between decode steps, on the host: fork, reserve, retire, and the view that prefill uses.
+
+Each function takes a forest and returns a new one; the methods of `Forest` of the same names document them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int
+
+from codec_jax import checks
+from codec_jax.errors import OutOfSlotsError
+from codec_jax.order import depths
+from codec_jax.pages import PagePool
+
+if TYPE_CHECKING:
+    from codec_jax.forest import Forest
+
+_ROOT, _FREE, _NO_NODE = -1, -2, -1
+
+
+def fork(forest: Forest, requests: Sequence[int]) -> tuple[Forest, Int[np.ndarray, " forks"]]:
+    """Add requests that end where the given ones end."""
+    sources = checks.requests_in_use(requests, forest.leaf)
+    free = np.flatnonzero(forest.leaf < 0)
+    if len(sources) > len(free):
+        raise OutOfSlotsError(
+            f"requests: {len(sources)} forks need as many free request slots, got {len(free)} of "
+            f"{forest.request_capacity}; retire requests or build the forest with a larger request_capacity"
+        )
+    leaf, new = forest.leaf.copy(), free[: len(sources)]
+    leaf[new] = forest.leaf[sources]
+    return forest.rebuild(leaf=leaf), new
+
+
+def reserve(forest: Forest, pool: PagePool, tokens: int) -> tuple[Forest, PagePool]:
+    """Give every request a leaf of its own with room for `tokens` more tokens."""
+    if tokens < 0:
+        raise ValueError(f"tokens: expected a number of tokens to make room for, got {tokens}")
+    parent, length, leaf = forest.parent, forest.length, forest.leaf
+    page_count = forest.page_count
+    shares = np.flatnonzero((leaf >= 0) & (forest.row_hi[leaf] - forest.row_lo[leaf] > 1))
+    if len(shares):
+        free = np.flatnonzero(parent == _FREE)
+        missing = len(shares) - len(free)
+        if missing > 0:
+            free = np.concatenate([free, len(parent) + np.arange(missing)])
+            parent = np.concatenate([parent, np.full(missing, _FREE, np.int32)])
+            length, page_count = (np.concatenate([x, np.zeros(missing, np.int32)]) for x in (length, page_count))
+        own = free[: len(shares)]
+        parent, leaf = parent.copy(), leaf.copy()
+        parent[own], leaf[shares] = leaf[shares], own
+    owned = leaf[leaf >= 0]
+    wanted = page_count.copy()
+    wanted[owned] = np.maximum(page_count[owned], -(-(length[owned] + tokens) // forest.page_size))
+    added = wanted - page_count
+    if not len(shares) and not added.any():
+        return forest, pool
+    pool, fresh = pool.allocate(int(added.sum()))
+    # Old pages first, then the fresh ones, node by node: one stable sort by node interleaves them.
+    nodes = np.arange(len(parent))
+    owner = np.concatenate([np.repeat(nodes, page_count), np.repeat(nodes, added)])
+    entries = np.concatenate([forest.used_pages, fresh])[np.argsort(owner, kind="stable")]
+    return (
+        forest.rebuild(parent=parent, length=length, leaf=leaf, page_count=wanted, entries=entries),
+        pool,
+    )
+
+
+def retire(forest: Forest, pool: PagePool, requests: Sequence[int]) -> tuple[Forest, PagePool]:
+    """Remove requests and what only they read."""
+    gone = checks.requests_in_use(requests, forest.leaf)
+    leaf = forest.leaf.copy()
+    leaf[gone] = _NO_NODE
+    # Only nodes that lost their last reader go: a tree given by hand may hold nodes that never had one.
+    read = forest.row_hi > forest.row_lo
+    thinner = forest.rebuild(leaf=leaf)
+    dead = read & (thinner.row_hi == thinner.row_lo)
+    keep = ~np.repeat(dead, forest.page_count)
+    pool = pool.release(forest.used_pages[~keep])
+    parent = np.where(dead, _FREE, np.where((forest.parent >= 0) & dead[forest.parent], _ROOT, forest.parent))
+    thinner = forest.rebuild(
+        parent=parent,
+        length=np.where(dead, 0, forest.length),
+        leaf=leaf,
+        page_count=np.where(dead, 0, forest.page_count),
+        entries=forest.used_pages[keep],
+    )
+    return _merge_chains(thinner), pool
+
+
+def _merge_chains(forest: Forest) -> Forest:
+    """Merge each node that has one child and no request of its own into the child, where no page is split."""
+    parent, length, page_count = forest.parent.copy(), forest.length.copy(), forest.page_count.copy()
+    children = np.bincount(parent[parent >= 0], minlength=len(parent))
+    ends = np.bincount(forest.leaf[forest.leaf >= 0], minlength=len(parent))
+    full = length == page_count * forest.page_size
+    mergeable = (parent != _FREE) & (children == 1) & (ends == 0) & full & (forest.row_hi > forest.row_lo)
+    if not mergeable.any():
+        return forest
+    only_child = np.full(len(parent), _NO_NODE)
+    linked = np.flatnonzero(parent >= 0)
+    only_child[parent[linked]] = linked
+    pages = {}
+    for node in np.flatnonzero(mergeable):
+        # The child keeps its number, so that requests keep their leaves; a chain merges link by link.
+        child = only_child[node]
+        for member in (node, child):
+            pages.setdefault(member, forest.pages_of(member))
+        pages[child] = np.concatenate([pages.pop(node), pages[child]])
+        above = parent[node]
+        if above >= 0:
+            only_child[above] = child
+        parent[child], parent[node] = above, _FREE
+        length[child] += length[node]
+        page_count[child] += page_count[node]
+        length[node] = page_count[node] = 0
+    entries = [pages.get(node, forest.pages_of(node)) for node in np.flatnonzero(page_count)]
+    return forest.rebuild(
+        parent=parent, length=length, page_count=page_count, entries=np.concatenate([*entries, np.zeros(0, np.int32)])
+    )
+
+
+def chunks(forest: Forest, chunk: int) -> tuple[Forest, Int[np.ndarray, " chunks"]]:
+    """Cut every node that is read into a chain of `chunk`-token nodes and let a request end at each."""
+    if chunk <= 0 or chunk % forest.page_size:
+        raise ValueError(f"chunk: expected a positive multiple of page_size = {forest.page_size}, got {chunk}")
+    parent: list[int] = []
+    length: list[int] = []
+    pages: list[np.ndarray] = []
+    source: list[int] = []
+    last = np.full(forest.node_capacity, _ROOT)
+    read = np.flatnonzero(forest.row_hi > forest.row_lo)
+    for node in read[np.argsort(depths(forest.parent)[read], kind="stable")]:
+        above = int(last[forest.parent[node]]) if forest.parent[node] >= 0 else _ROOT
+        entries = forest.pages_of(node)
+        for begin in range(0, int(forest.length[node]), chunk):
+            size, first = min(chunk, int(forest.length[node]) - begin), begin // forest.page_size
+            parent.append(above)
+            length.append(size)
+            pages.append(entries[first : first + -(-size // forest.page_size)])
+            source.append(node)
+            above = len(parent) - 1
+        last[node] = above
+    view = type(forest).build(
+        np.asarray(parent),
+        np.asarray(length),
+        np.arange(len(parent)),
+        np.asarray([len(entries) for entries in pages]),
+        np.concatenate(pages),
+        page_size=forest.page_size,
+    )
+    return view, np.asarray(source)

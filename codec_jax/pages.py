@@ -1,0 +1,118 @@
+"""Pages of KV memory: which are taken (host), and the arrays that hold the tokens (device).
+
+`PagePool` counts the owners of each physical page; forests take pages from it and give them back. `KVPages` are the
+K and V arrays of one layer in the layout of PagedAttention and FlashDecoding. Both are immutable: every operation
+returns a new value and leaves its input as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from codec_jax.errors import OutOfPagesError
+
+#: A token slot that is out of every pool's bounds: what is written to it is dropped.
+NO_SLOT = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class PagePool:
+    """How many nodes own each physical page; a page without owners is free. Host memory only."""
+
+    owners: Int[np.ndarray, " num_pages"]
+
+    @classmethod
+    def create(cls, num_pages: int, taken: Int[np.ndarray, " pages"] | None = None) -> PagePool:
+        """Make a pool of `num_pages` pages, of which `taken` (ids, repeats allowed) have owners already.
+
+        Raises ValueError if `num_pages` is not positive or an id in `taken` is not a page of the pool.
+        """
+        if num_pages <= 0:
+            raise ValueError(f"num_pages: expected a positive number, got {num_pages}")
+        ids = np.zeros(0, np.int64) if taken is None else np.asarray(taken, np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= num_pages):
+            raise ValueError(
+                f"taken: expected page ids in [0, {num_pages}), got {ids.min()} to {ids.max()}; "
+                "make the pool large enough for the forest's pages"
+            )
+        return cls(np.bincount(ids, minlength=num_pages).astype(np.int32))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, free or taken."""
+        return len(self.owners)
+
+    @property
+    def num_free(self) -> int:
+        """Pages without owners."""
+        return int(np.count_nonzero(self.owners == 0))
+
+    def allocate(self, count: int) -> tuple[PagePool, Int[np.ndarray, " count"]]:
+        """Take the `count` free pages with the lowest ids.
+
+        Raises OutOfPagesError if fewer are free; the pool is immutable, so nothing has changed then.
+        """
+        free = np.flatnonzero(self.owners == 0)
+        if count > len(free):
+            raise OutOfPagesError(
+                f"the pool has {len(free)} free pages of {self.num_pages}, {count} are needed; "
+                "retire requests, reserve fewer tokens at a time, or make the pool larger"
+            )
+        taken = free[:count].astype(np.int32)
+        owners = self.owners.copy()
+        owners[taken] = 1
+        return PagePool(owners), taken
+
+    def release(self, pages: Int[np.ndarray, " pages"]) -> PagePool:
+        """Take one owner off each page. Raises ValueError if a page has none to give up, or is not of this pool."""
+        ids = np.asarray(pages, np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_pages):
+            raise ValueError(f"pages: expected page ids in [0, {self.num_pages}), got {ids.min()} to {ids.max()}")
+        owners = self.owners - np.bincount(ids, minlength=self.num_pages).astype(np.int32)
+        if (owners < 0).any():
+            raise ValueError(
+                f"pages: expected pages that are taken, got page {int(np.argmax(owners < 0))} more often "
+                "than it has owners; was this forest's pool replaced by an older one?"
+            )
+        return PagePool(owners)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVPages:
+    """K and V of one layer, `[num_pages, page_size, K, H]` each; every value must be finite.
+
+    Pages past a node's end are read and masked, and a NaN there would survive the mask (0 x NaN), so memory that
+    never held tokens must be zero, as `zeros` makes it.
+    """
+
+    key: Float[Array, "num_pages page_size K H"]
+    value: Float[Array, "num_pages page_size K H"]
+
+    @classmethod
+    def zeros(
+        cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike = jnp.bfloat16
+    ) -> KVPages:
+        """Return empty pages."""
+        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def write(
+        self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]
+    ) -> KVPages:
+        """Store one K and V row per token slot (page * page_size + offset, from `Forest.slots`); jittable.
+
+        Slots out of bounds (`NO_SLOT`) are dropped. Under `jax.jit` with donated pages the update is in place.
+        """
+
+        def store(pages: Array, rows: Array) -> Array:
+            tokens = pages.reshape(-1, *pages.shape[2:])
+            return tokens.at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
+
+        return KVPages(store(self.key, key), store(self.value, value))
