@@ -1,13 +1,12 @@
 """Checks of arguments that describe forests; each error names the argument, what was expected, and what came."""
 
-from collections.abc import Sequence
-
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Int
 
+from codec_jax.arrays import Integers
 
-def int_vector(name: str, value: ArrayLike | Sequence[int]) -> Int[np.ndarray, " n"]:
+
+def int_vector(name: str, value: Integers) -> Int[np.ndarray, " n"]:
     """Return `value` as an int64 vector, or raise ValueError if it is not one-dimensional and integer."""
     array = np.asarray(value)
     if array.ndim != 1 or not (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
@@ -74,14 +73,21 @@ def block_table(table: np.ndarray, lens: Int[np.ndarray, " B"], tokens_per_page:
         raise ValueError(f"block_table: expected page ids, got block_table[{row}, {column}] = {table[row, column]}")
 
 
-def requests_in_use(requests: Sequence[int], leaf: Int[np.ndarray, " B"]) -> Int[np.ndarray, " n"]:
+def requests_in_use(requests: Integers, leaf: Int[np.ndarray, " B"]) -> Int[np.ndarray, " n"]:
     """Return `requests` as a vector, or raise ValueError if one of them is not a request in use."""
     wanted = int_vector("requests", requests)
     inside = (wanted >= 0) & (wanted < len(leaf))
     in_use = inside & (leaf[np.where(inside, wanted, 0)] >= 0)
     if not in_use.all():
         raise ValueError(
-            f"requests: expected requests in use, {np.flatnonzero(leaf >= 0).tolist()}, "
-            f"got {wanted[~in_use].tolist()}"
+            f"requests: expected requests in use, {np.flatnonzero(leaf >= 0).tolist()}, got {wanted[~in_use].tolist()}"
         )
     return wanted
+
+
+def tokens(name: str, value: Int[np.ndarray, " n"], vocab_size: int) -> None:
+    """Raise ValueError unless every token is in the vocabulary."""
+    wrong = (value < 0) | (value >= vocab_size)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ValueError(f"{name}: expected tokens in [0, {vocab_size}), got {value[at]} at index {at}")

@@ -5,13 +5,13 @@ Each function takes a forest and returns a new one; the methods of `Forest` of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int
 
 from codec_jax import checks
+from codec_jax.arrays import Integers
 from codec_jax.errors import OutOfSlotsError
 from codec_jax.order import depths
 from codec_jax.pages import PagePool
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ROOT, _FREE, _NO_NODE = -1, -2, -1
 
 
-def fork(forest: Forest, requests: Sequence[int]) -> tuple[Forest, Int[np.ndarray, " forks"]]:
+def fork(forest: Forest, requests: Integers) -> tuple[Forest, Int[np.ndarray, " forks"]]:
     """Add requests that end where the given ones end."""
     sources = checks.requests_in_use(requests, forest.leaf)
     free = np.flatnonzero(forest.leaf < 0)
@@ -36,13 +36,14 @@ def fork(forest: Forest, requests: Sequence[int]) -> tuple[Forest, Int[np.ndarra
     return forest.rebuild(leaf=leaf), new
 
 
-def reserve(forest: Forest, pool: PagePool, tokens: int) -> tuple[Forest, PagePool]:
-    """Give every request a leaf of its own with room for `tokens` more tokens."""
+def reserve(forest: Forest, pool: PagePool, tokens: int, requests: Integers | None) -> tuple[Forest, PagePool]:
+    """Give each request a leaf of its own with room for `tokens` more tokens."""
     if tokens < 0:
         raise ValueError(f"tokens: expected a number of tokens to make room for, got {tokens}")
     parent, length, leaf = forest.parent, forest.length, forest.leaf
     page_count = forest.page_count
-    shares = np.flatnonzero((leaf >= 0) & (forest.row_hi[leaf] - forest.row_lo[leaf] > 1))
+    growing = np.flatnonzero(leaf >= 0) if requests is None else checks.requests_in_use(requests, leaf)
+    shares = growing[forest.row_hi[leaf[growing]] - forest.row_lo[leaf[growing]] > 1]
     if len(shares):
         free = np.flatnonzero(parent == _FREE)
         missing = len(shares) - len(free)
@@ -53,7 +54,7 @@ def reserve(forest: Forest, pool: PagePool, tokens: int) -> tuple[Forest, PagePo
         own = free[: len(shares)]
         parent, leaf = parent.copy(), leaf.copy()
         parent[own], leaf[shares] = leaf[shares], own
-    owned = leaf[leaf >= 0]
+    owned = leaf[growing]
     wanted = page_count.copy()
     wanted[owned] = np.maximum(page_count[owned], -(-(length[owned] + tokens) // forest.page_size))
     added = wanted - page_count
@@ -70,7 +71,7 @@ def reserve(forest: Forest, pool: PagePool, tokens: int) -> tuple[Forest, PagePo
     )
 
 
-def retire(forest: Forest, pool: PagePool, requests: Sequence[int]) -> tuple[Forest, PagePool]:
+def retire(forest: Forest, pool: PagePool, requests: Integers) -> tuple[Forest, PagePool]:
     """Remove requests and what only they read."""
     gone = checks.requests_in_use(requests, forest.leaf)
     leaf = forest.leaf.copy()
@@ -104,10 +105,10 @@ def _merge_chains(forest: Forest) -> Forest:
     only_child = np.full(len(parent), _NO_NODE)
     linked = np.flatnonzero(parent >= 0)
     only_child[parent[linked]] = linked
-    pages = {}
-    for node in np.flatnonzero(mergeable):
+    pages: dict[int, np.ndarray] = {}
+    for node in np.flatnonzero(mergeable).tolist():
         # The child keeps its number, so that requests keep their leaves; a chain merges link by link.
-        child = only_child[node]
+        child = int(only_child[node])
         for member in (node, child):
             pages.setdefault(member, forest.pages_of(member))
         pages[child] = np.concatenate([pages.pop(node), pages[child]])
@@ -118,9 +119,12 @@ def _merge_chains(forest: Forest) -> Forest:
         length[child] += length[node]
         page_count[child] += page_count[node]
         length[node] = page_count[node] = 0
-    entries = [pages.get(node, forest.pages_of(node)) for node in np.flatnonzero(page_count)]
+    entries = [pages.get(node, forest.pages_of(node)) for node in np.flatnonzero(page_count).tolist()]
     return forest.rebuild(
-        parent=parent, length=length, page_count=page_count, entries=np.concatenate([*entries, np.zeros(0, np.int32)])
+        parent=parent,
+        length=length,
+        page_count=page_count,
+        entries=np.concatenate([*entries, np.zeros(0, np.int32)]),
     )
 
 

@@ -1,8 +1,17 @@
 """The exceptions that callers may want to catch apart from a plain ValueError."""
 
+from typing import Any
+
 
 class OutOfPagesError(RuntimeError):
-    """The page pool cannot serve a reservation; nothing was allocated and nothing was written."""
+    """The page pool cannot serve a reservation; nothing was allocated and nothing was written.
+
+    When `nnx.Sampler.decode` runs out after some intervals, `state` and `generated` hold what it had reached: prune
+    requests from the state and go on from there.
+    """
+
+    state: Any = None
+    generated: Any = None
 
 
 class OutOfSlotsError(RuntimeError):

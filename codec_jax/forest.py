@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from codec_jax import checks, edits
+from codec_jax.arrays import HostOrDevice, Integers
 from codec_jax.capacity import bucket
 from codec_jax.order import depth_first
 from codec_jax.pages import NO_SLOT, PagePool
@@ -45,17 +46,17 @@ _IMPOSSIBLE = np.int32(1 << 28)
 class Forest:
     """Nodes, their pages and their readers, as int32 arrays of fixed capacity. Build one with a `from_` method."""
 
-    parent: Int[Array, " nodes"]  # ROOT, FREE or a node
-    length: Int[Array, " nodes"]  # tokens in the node
-    start: Int[Array, " nodes"]  # position of the node's first token in its readers' contexts
-    page_offset: Int[Array, " nodes"]  # the node's pages are pages[page_offset : page_offset + page_count]
-    page_count: Int[Array, " nodes"]
-    row_lo: Int[Array, " nodes"]  # the node's readers are the request rows [row_lo, row_hi)
-    row_hi: Int[Array, " nodes"]
-    pages: Int[Array, " entries"]  # physical page ids, node after node
-    leaf: Int[Array, " B"]  # the node at which the request ends, or NO_NODE
-    query_order: Int[Array, " B"]  # request -> row
-    structure: Int[Array, ""]  # checksum of everything above that a plan relies on, lengths left out
+    parent: Int[HostOrDevice, " nodes"]  # ROOT, FREE or a node
+    length: Int[HostOrDevice, " nodes"]  # tokens in the node
+    start: Int[HostOrDevice, " nodes"]  # position of the node's first token in its readers' contexts
+    page_offset: Int[HostOrDevice, " nodes"]  # the node's pages are pages[page_offset : page_offset + page_count]
+    page_count: Int[HostOrDevice, " nodes"]
+    row_lo: Int[HostOrDevice, " nodes"]  # the node's readers are the request rows [row_lo, row_hi)
+    row_hi: Int[HostOrDevice, " nodes"]
+    pages: Int[HostOrDevice, " entries"]  # physical page ids, node after node
+    leaf: Int[HostOrDevice, " B"]  # the node at which the request ends, or NO_NODE
+    query_order: Int[HostOrDevice, " B"]  # request -> row
+    structure: Int[HostOrDevice, ""]  # checksum of everything above that a plan relies on, lengths left out
     page_size: int = field(metadata={"static": True})
 
     # ------------------------------------------------------------------ building
@@ -63,9 +64,9 @@ class Forest:
     @classmethod
     def from_nodes(
         cls,
-        parent: Sequence[int],
-        length: Sequence[int],
-        leaf: Sequence[int],
+        parent: Integers,
+        length: Integers,
+        leaf: Integers,
         *,
         page_size: int = 16,
         request_capacity: int | None = None,
@@ -104,7 +105,7 @@ class Forest:
     @classmethod
     def from_sequences(
         cls,
-        token_lists: Sequence[Sequence[int]],
+        token_lists: Sequence[Integers],
         *,
         page_size: int = 16,
         request_capacity: int | None = None,
@@ -139,7 +140,7 @@ class Forest:
         context_lens: Int[np.ndarray, " B"],
         page_size: int,
     ) -> Forest:
-        """Build a forest over the physical pages of a vLLM or FlashDecoding block table; rows that share pages share nodes.
+        """Build a forest over the pages of a vLLM or FlashDecoding block table; rows that share pages share nodes.
 
         Row r's context is the first context_lens[r] tokens of the pages block_table[r, :]; entries after that are
         not looked at, and a row of length 0 is a free request slot. Two rows share a node as far as they list the
@@ -212,9 +213,9 @@ class Forest:
         page_offset = (np.cumsum(page_count) - page_count).astype(np.int32)
         pages, leaf = padded(entries, entry_capacity, 0), padded(leaf, request_capacity, NO_NODE)
         order = depth_first(parent, length, leaf)
-        checksum = np.uint32(page_size)
+        checksum = page_size
         for array in (parent, page_count, pages, leaf):
-            checksum = zlib.crc32(array, checksum)
+            checksum = zlib.crc32(array.data, checksum)
         return cls(
             parent=parent,
             length=length,
@@ -238,8 +239,10 @@ class Forest:
         leaf: Int[np.ndarray, " requests"] | None = None,
         page_count: Int[np.ndarray, " n"] | None = None,
         entries: Int[np.ndarray, " pages"] | None = None,
+        node_capacity: int = 0,
+        entry_capacity: int = 0,
     ) -> Forest:
-        """Build this forest anew with some of its arrays replaced; capacities stay unless they no longer suffice."""
+        """Build this forest anew with some of its arrays replaced; capacities grow if they must or are told to."""
         if not self.is_host:
             raise TypeError(
                 "forest: expected NumPy arrays, got arrays on a device; edit the forest on the host and pass it to "
@@ -256,8 +259,8 @@ class Forest:
             entries,
             page_size=self.page_size,
             request_capacity=len(leaf),
-            node_capacity=bucket(len(parent), least=self.node_capacity),
-            entry_capacity=bucket(len(entries), least=len(self.pages)),
+            node_capacity=bucket(len(parent), least=max(self.node_capacity, node_capacity)),
+            entry_capacity=bucket(len(entries), least=max(len(self.pages), entry_capacity)),
         )
 
     # ------------------------------------------------------------------ properties
@@ -273,12 +276,12 @@ class Forest:
         return self.leaf.shape[0]
 
     @property
-    def active(self) -> Array:
+    def active(self) -> HostOrDevice:
         """Which request slots are in use, bool [B]."""
         return self.leaf >= 0
 
     @property
-    def request_length(self) -> Array:
+    def request_length(self) -> HostOrDevice:
         """Tokens in each request's context, int32 [B]; 0 for a free slot. Jittable."""
         return self._xp.where(self.leaf >= 0, self.start[self.leaf] + self.length[self.leaf], 0)
 
@@ -301,29 +304,29 @@ class Forest:
         marked so that attention over it returns NaN.
         """
         xp, leaf = self._xp, self.leaf
-        count = xp.where(leaf >= 0, xp.asarray(count, np.int32), 0)
+        growth = xp.where(leaf >= 0, xp.asarray(count, np.int32), 0)
         owned = self.row_hi[leaf] - self.row_lo[leaf] == 1
-        fits = self.length[leaf] + count <= self.page_count[leaf] * self.page_size
-        allowed = (count == 0) | ((count > 0) & owned & fits)
+        fits = self.length[leaf] + growth <= self.page_count[leaf] * self.page_size
+        allowed = (growth == 0) | ((growth > 0) & owned & fits)
         if self.is_host:
             if not allowed.all():
                 request = int(np.argmin(allowed))
                 raise ValueError(
-                    f"count: request {request} cannot take {int(count[request])} more tokens, its leaf "
+                    f"count: request {request} cannot take {int(growth[request])} more tokens, its leaf "
                     f"{'has no room' if owned[request] else 'is read by other requests'}; call Forest.reserve first"
                 )
             length = self.length.copy()
-            np.add.at(length, leaf, count)
+            np.add.at(length, leaf, growth)
         else:
             target = jnp.where(leaf >= 0, leaf, self.node_capacity)
-            length = self.length.at[target].add(jnp.where(allowed, count, _IMPOSSIBLE), mode="drop")
+            length = self.length.at[target].add(jnp.where(allowed, growth, _IMPOSSIBLE), mode="drop")
         return replace(self, length=length)
 
-    def positions(self, count: int = 1) -> Int[Array, "B T"]:
+    def positions(self, count: int = 1) -> Int[HostOrDevice, "B T"]:
         """Positions of each request's last `count` tokens; negative where it has fewer or is free. Jittable."""
         return (self.request_length - count)[:, None] + self._xp.arange(count, dtype=np.int32)
 
-    def slots(self, count: int = 1) -> Int[Array, "B T"]:
+    def slots(self, count: int = 1) -> Int[HostOrDevice, "B T"]:
         """Token slots (page * page_size + offset) of each request's last `count` tokens. Jittable.
 
         Tokens that are not in the request's own leaf get `pages.NO_SLOT`, so that writing K and V there is dropped.
@@ -337,7 +340,7 @@ class Forest:
 
     # ------------------------------------------------------------------ between steps, on the host
 
-    def fork(self, requests: Sequence[int]) -> tuple[Forest, Int[np.ndarray, " forks"]]:
+    def fork(self, requests: Integers) -> tuple[Forest, Int[np.ndarray, " forks"]]:
         """Add one request for each entry of `requests`, sharing everything that the named request has so far.
 
         Returns the forest and the new request slots, in the order of `requests`. Copies nothing and takes no pages:
@@ -347,15 +350,15 @@ class Forest:
         """
         return edits.fork(self, requests)
 
-    def reserve(self, pool: PagePool, tokens: int) -> tuple[Forest, PagePool]:
-        """Make room for `tokens` more tokens on every request in use, so that steps need not allocate.
+    def reserve(self, pool: PagePool, tokens: int, requests: Integers | None = None) -> tuple[Forest, PagePool]:
+        """Make room for `tokens` more tokens on each of `requests` (default: all), so that steps need not allocate.
 
         A request that shares its leaf, or ends at an inner node, gets an empty node of its own. Raises
         OutOfPagesError, with nothing changed, if the pool cannot serve all of it.
         """
-        return edits.reserve(self, pool, tokens)
+        return edits.reserve(self, pool, tokens, requests)
 
-    def retire(self, pool: PagePool, requests: Sequence[int]) -> tuple[Forest, PagePool]:
+    def retire(self, pool: PagePool, requests: Integers) -> tuple[Forest, PagePool]:
         """Remove requests; nodes that nobody reads any more go, and their pages return to the pool.
 
         A node with one child left and no request ending at it merges with that child if its last page is full.
@@ -374,7 +377,8 @@ class Forest:
 
     def path(self, request: int) -> list[int]:
         """Return the nodes of a request's context, root first."""
-        nodes, node = [], int(self.leaf[request])
+        nodes: list[int] = []
+        node = int(self.leaf[request])
         while node >= 0:
             nodes.append(node)
             node = int(self.parent[node])

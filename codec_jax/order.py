@@ -77,7 +77,8 @@ def _sum_below(jumps: list[np.ndarray], value: Int[np.ndarray, " nodes"]) -> Int
 
 def _doublings(parent: Int[np.ndarray, " nodes"]) -> list[Int[np.ndarray, " nodes"]]:
     """Return each node's 1st, 2nd, 4th, 8th ... ancestor (negative where there is none)."""
-    jumps, jump = [], parent
+    jumps: list[np.ndarray] = []
+    jump = parent
     while (jump >= 0).any():
         if len(jumps) > len(parent).bit_length():
             raise ValueError("parent: expected a forest, got a cycle: following parents from some node never ends")

@@ -103,9 +103,7 @@ class KVPages:
         shape = (num_pages, page_size, num_kv_heads, head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def write(
-        self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]
-    ) -> KVPages:
+    def write(self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> KVPages:
         """Store one K and V row per token slot (page * page_size + offset, from `Forest.slots`); jittable.
 
         Slots out of bounds (`NO_SLOT`) are dropped. Under `jax.jit` with donated pages the update is in place.

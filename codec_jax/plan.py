@@ -13,12 +13,13 @@ take as an argument. It refers to node lengths by node, so it stays exact while 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from codec_jax.arrays import HostOrDevice
 from codec_jax.capacity import bucket
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
@@ -29,30 +30,46 @@ _SEGMENT_COST = 0.5
 _MASKED_COST = 1.1
 
 
+class Tiling(NamedTuple):
+    """Sizes that the device decides."""
+
+    num_ctas: int  # thread blocks
+    tile_rows: int  # query rows of a tile
+    block_tokens: int  # KV tokens of a block
+
+    @classmethod
+    def of_device(cls) -> Tiling:
+        """Return the sizes for the default device: wgmma works on 64 rows; a CPU pays for every row of padding."""
+        device = jax.devices()[0]
+        if device.platform == "gpu":
+            return cls(num_ctas=device.core_count, tile_rows=64, block_tokens=128)
+        return cls(num_ctas=16, tile_rows=16, block_tokens=256)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
     """Tiles, blocks, segments and merge lists for one forest and head layout; made by `make_plan`."""
 
     # Pages of the blocks. A slot that is not in use has an empty row interval.
-    page_id: Int[Array, "blocks slots"]  # physical page
-    page_node: Int[Array, "blocks slots"]  # the node that it belongs to
-    page_token: Int[Array, "blocks slots"]  # index within the node of its first token
-    page_lo: Int[Array, "blocks slots"]  # rows of the tile that read it: [page_lo, page_hi)
-    page_hi: Int[Array, "blocks slots"]
+    page_id: Int[HostOrDevice, "blocks slots"]  # physical page
+    page_node: Int[HostOrDevice, "blocks slots"]  # the node that it belongs to
+    page_token: Int[HostOrDevice, "blocks slots"]  # index within the node of its first token
+    page_lo: Int[HostOrDevice, "blocks slots"]  # rows of the tile that read it: [page_lo, page_hi)
+    page_hi: Int[HostOrDevice, "blocks slots"]
     # Segments in the order in which thread blocks run them: blocks [lo, hi), those from `masked` on need the mask.
-    segment_tile: Int[Array, " segments"]
-    segment_head: Int[Array, " segments"]
-    segment_lo: Int[Array, " segments"]
-    segment_masked: Int[Array, " segments"]
-    segment_hi: Int[Array, " segments"]
-    cta_ptr: Int[Array, " num_ctas+1"]  # thread block c runs segments [cta_ptr[c], cta_ptr[c + 1])
-    merge_ptr: Int[Array, " streams+1"]  # stream u merges merge_segment[merge_ptr[u] : merge_ptr[u + 1]]
-    merge_segment: Int[Array, " segments"]
+    segment_tile: Int[HostOrDevice, " segments"]
+    segment_head: Int[HostOrDevice, " segments"]
+    segment_lo: Int[HostOrDevice, " segments"]
+    segment_masked: Int[HostOrDevice, " segments"]
+    segment_hi: Int[HostOrDevice, " segments"]
+    cta_ptr: Int[HostOrDevice, " num_ctas+1"]  # thread block c runs segments [cta_ptr[c], cta_ptr[c + 1])
+    merge_ptr: Int[HostOrDevice, " streams+1"]  # stream u merges merge_segment[merge_ptr[u] : merge_ptr[u + 1]]
+    merge_segment: Int[HostOrDevice, " segments"]
     # What the forest must look like for the plan to be exact.
-    least_length: Int[Array, " nodes"]
-    most_length: Int[Array, " nodes"]
-    structure: Int[Array, ""]
+    least_length: Int[HostOrDevice, " nodes"]
+    most_length: Int[HostOrDevice, " nodes"]
+    structure: Int[HostOrDevice, ""]
 
     page_size: int = field(metadata={"static": True})
     request_capacity: int = field(metadata={"static": True})
@@ -116,7 +133,7 @@ def make_plan(
     num_ctas: int | None = None,
     tile_rows: int | None = None,
     block_tokens: int | None = None,
-    block_capacity: int | None = None,
+    block_capacity: int = 0,
 ) -> Plan:
     """Plan attention over a forest on the host (paper, section 5: task division and scheduling).
 
@@ -130,16 +147,17 @@ def make_plan(
       num_ctas: thread blocks to spread the work over; defaults to the device's multiprocessors.
       tile_rows: query rows of a tile, a multiple of 8; defaults to what suits the device.
       block_tokens: KV tokens of a block, rounded down to whole pages (at least one).
-      block_capacity: blocks to pad to; defaults to the next bucket. Give it where steps must never recompile.
+      block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; a plan that needs
+        more is padded to the next bucket.
 
     Raises ValueError for numbers that do not fit together, TypeError for a forest that lives on a device.
     """
     if not forest.is_host:
         raise TypeError("forest: expected NumPy arrays, got arrays on a device; plan with the host's forest")
-    defaults = _device_defaults()
-    num_ctas = defaults["num_ctas"] if num_ctas is None else num_ctas
-    tile_rows = defaults["tile_rows"] if tile_rows is None else tile_rows
-    block_tokens = defaults["block_tokens"] if block_tokens is None else block_tokens
+    tiling = Tiling.of_device()
+    num_ctas = tiling.num_ctas if num_ctas is None else num_ctas
+    tile_rows = tiling.tile_rows if tile_rows is None else tile_rows
+    block_tokens = tiling.block_tokens if block_tokens is None else block_tokens
     for name, value in (
         ("num_q_heads", num_q_heads),
         ("num_kv_heads", num_kv_heads),
@@ -153,9 +171,7 @@ def make_plan(
         if value <= 0:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     if num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_q_heads}"
-        )
+        raise ValueError(f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_q_heads}")
     if tile_rows % 8:
         raise ValueError(f"tile_rows: expected a multiple of 8, got {tile_rows}")
 
@@ -170,9 +186,7 @@ def make_plan(
     tile_blocks = -(-tile_pages // slots)
     tile_ptr = np.concatenate([[0], np.cumsum(tile_blocks)])
     num_blocks = int(tile_ptr[-1])
-    capacity = bucket(num_blocks) if block_capacity is None else block_capacity
-    if capacity < num_blocks:
-        raise ValueError(f"block_capacity: expected at least the {num_blocks} blocks in use, got {capacity}")
+    capacity = block_capacity if 0 < num_blocks <= block_capacity else bucket(num_blocks)
     rank = np.arange(len(pages["tile"])) - (np.cumsum(tile_pages) - tile_pages)[pages["tile"]]
     place = tile_ptr[pages["tile"]] * slots + rank
 
@@ -200,14 +214,6 @@ def make_plan(
         head_dim=head_dim,
         tile_rows=tile_rows,
     )
-
-
-def _device_defaults() -> dict[str, int]:
-    """Choose sizes for the default device: wgmma works on 64 rows; a CPU pays for every row that is padding."""
-    device = jax.devices()[0]
-    if device.platform == "gpu":
-        return {"num_ctas": device.core_count, "tile_rows": 64, "block_tokens": 128}
-    return {"num_ctas": 16, "tile_rows": 16, "block_tokens": 256}
 
 
 def _most_length(forest: Forest, steps: int) -> Int[np.ndarray, " nodes"]:
@@ -292,7 +298,10 @@ def _query_positions(
 
 
 def _segments(
-    tile_ptr: Int[np.ndarray, " tiles+1"], unmasked: Int[np.ndarray, " tiles"], num_kv_heads: int, num_ctas: int
+    tile_ptr: Int[np.ndarray, " tiles+1"],
+    unmasked: Int[np.ndarray, " tiles"],
+    num_kv_heads: int,
+    num_ctas: int,
 ) -> dict[str, np.ndarray]:
     """Lay the streams end to end, cut them into `num_ctas` runs of equal cost, and list segments and merges."""
     num_tiles = len(unmasked)

@@ -1,0 +1,222 @@
+"""A decoder of the Llama and Qwen3 family as Flax NNX modules.
+
+Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU MLP. Every module computes dense causal
+attention when called, as training does, and attention over a forest in `decode`, as serving does; the weights are
+the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from codec_jax.attention import forest_attention
+from codec_jax.forest import Forest
+from codec_jax.nnx.rope import rotate
+from codec_jax.pages import NO_SLOT, KVPages
+from codec_jax.plan import Plan
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and variants of a decoder. Llama 3: no q/k norm; Qwen3: q/k norm."""
+
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-6
+    qk_norm: bool = True
+    tied_embeddings: bool = True
+    dtype: DTypeLike = jnp.bfloat16  # of activations and of the KV cache
+    param_dtype: DTypeLike = jnp.bfloat16
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that cannot be."""
+        for name in (
+            "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_q_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number for rotary positions, got {self.head_dim}")
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions and optional q/k norm."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        """Create the four projections and the norms."""
+        self.config = config
+        width, head = config.hidden_size, config.head_dim
+        self.query = _linear(config, width, config.num_q_heads * head, rngs)
+        self.key = _linear(config, width, config.num_kv_heads * head, rngs)
+        self.value = _linear(config, width, config.num_kv_heads * head, rngs)
+        self.out = _linear(config, config.num_q_heads * head, width, rngs)
+        if config.qk_norm:
+            self.query_norm = _norm(config, head, rngs)
+            self.key_norm = _norm(config, head, rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Dense causal attention among the T tokens."""
+        query, key, value = self._project(x, positions)
+        return self._merge(jax.nn.dot_product_attention(query, key, value, is_causal=True))
+
+    def decode(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        slots: Int[Array, "B T"],
+        pages: KVPages,
+        forest: Forest,
+        plan: Plan,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVPages]:
+        """Store K and V of the T tokens in their slots, then attend to each request's whole context."""
+        query, key, value = self._project(x, positions)
+        pages = pages.write(slots, key, value)
+        out = forest_attention(query, pages.key, pages.value, forest, plan, implementation=implementation)
+        return self._merge(out), pages
+
+    def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+        config = self.config
+        heads = (*x.shape[:2], -1, config.head_dim)
+        query, key, value = (linear(x).reshape(heads) for linear in (self.query, self.key, self.value))
+        if config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return rotate(query, positions, config.rope_theta), rotate(key, positions, config.rope_theta), value
+
+    def _merge(self, heads: Array) -> Array:
+        return self.out(heads.reshape(*heads.shape[:2], -1))
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        """Create the three projections."""
+        self.gate = _linear(config, config.hidden_size, config.mlp_size, rngs)
+        self.up = _linear(config, config.hidden_size, config.mlp_size, rngs)
+        self.down = _linear(config, config.mlp_size, config.hidden_size, rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Map each token by itself."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        """Create attention, MLP, and the norm before each."""
+        self.attention_norm = _norm(config, config.hidden_size, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = _norm(config, config.hidden_size, rngs)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Dense causal attention, then the MLP."""
+        x = x + self.attention(self.attention_norm(x), positions)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def decode(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        slots: Int[Array, "B T"],
+        pages: KVPages,
+        forest: Forest,
+        plan: Plan,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVPages]:
+        """Attention over the forest, then the MLP."""
+        attended, pages = self.attention.decode(
+            self.attention_norm(x), positions, slots, pages, forest, plan, implementation
+        )
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), pages
+
+
+class Decoder(nnx.Module):
+    """Token embedding, blocks, final norm and output head."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        """Create all layers with random weights."""
+        self.config = config
+        self.embedding = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
+        self.norm = _norm(config, config.hidden_size, rngs)
+        if not config.tied_embeddings:
+            self.head = _linear(config, config.hidden_size, config.vocab_size, rngs)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """Logits of every position by dense causal attention: for training, and as the reference for decoding."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, positions)
+        return self.logits(self.norm(x))
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: tuple[KVPages, ...],
+        forest: Forest,
+        plan: Plan,
+        *,
+        store: Bool[Array, " B"] | bool = True,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "B T D"], tuple[KVPages, ...]]:
+        """Run each request's last T tokens, whose room in the forest is taken already (`Forest.extend`).
+
+        Returns the final hidden states, for `logits`, and the cache with the tokens' K and V. Jittable; tokens that
+        are not in the request's own leaf, or whose request is not to `store` any, are computed but not stored.
+        """
+        positions = jnp.asarray(forest.positions(tokens.shape[1]))
+        slots = jnp.where(jnp.reshape(store, (-1, 1)), forest.slots(tokens.shape[1]), NO_SLOT)
+        x, written = self.embedding(tokens), []
+        for block, pages in zip(self.blocks, cache, strict=True):
+            x, pages = block.decode(x, positions, slots, pages, forest, plan, implementation)
+            written.append(pages)
+        return self.norm(x), tuple(written)
+
+    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+        """Map final hidden states to logits, float32."""
+        out = self.embedding.attend(hidden) if self.config.tied_embeddings else self.head(hidden)
+        return out.astype(jnp.float32)
+
+    def new_cache(self, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
+        """Return empty KV pages for every layer."""
+        config = self.config
+        return tuple(
+            KVPages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
+            for _ in range(config.num_layers)
+        )
+
+
+def _linear(config: DecoderConfig, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(inputs, outputs, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
+
+
+def _norm(config: DecoderConfig, size: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(size, epsilon=config.norm_epsilon, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)

@@ -1,0 +1,373 @@
+"""Decode many requests over one forest: prefill each node once, sample, fork and prune between steps.
+
+    start    prompts -> forest -> chunks of every node -> prefill -> logits of each request
+    decode   reserve pages -> plan -> jitted loop of `steps` tokens -> fetch the tokens, and again
+    fork     another request that shares everything so far; no copy, no prefill
+    prune    requests leave, and with them the pages that nobody else reads
+
+The jitted loop has the same shapes throughout, so it compiles once, however the tree changes; the host looks at its
+tokens once every `steps` tokens. All state is in `Decoding` values; the KV pages in them are updated in place, so a
+state that was passed to `decode` must not be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from codec_jax import checks
+from codec_jax.arrays import Integers
+from codec_jax.capacity import bucket
+from codec_jax.errors import OutOfPagesError
+from codec_jax.forest import Forest
+from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.prefill import prefill_waves
+from codec_jax.nnx.steps import decode_loop, prefill_wave
+from codec_jax.pages import KVPages, PagePool
+from codec_jax.plan import Plan, Tiling, make_plan
+from codec_jax.traffic import Traffic, count_decode
+
+#: Nodes that a path may have before the decode step is compiled anew for longer block lists.
+_EXPECTED_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Everything between two calls of the sampler; request slots index all per-request arrays."""
+
+    forest: Forest
+    pool: PagePool
+    cache: tuple[KVPages, ...]
+    logits: Float[Array, "B V"]  # of each request's next token
+    stream: Int[np.ndarray, " B"]  # numbers the random stream of each request
+    next_stream: int
+    block_capacity: int
+    traffic: Traffic
+
+    @property
+    def requests(self) -> list[int]:
+        """Request slots in use."""
+        return np.flatnonzero(self.forest.active).tolist()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one `decode` call appended, by request slot."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]  # of each token, under the model's own distribution
+    stopped: list[bool]  # whether the last token is a stop token
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished continuation of a prompt."""
+
+    prompt: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "stop" or "length"
+
+
+class Sampler:
+    """Decodes with a model over a forest of requests."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        max_requests: int,
+        num_pages: int,
+        page_size: int = 16,
+        max_context: int | None = None,
+        steps: int = 16,
+        implementation: str | None = None,
+    ) -> None:
+        """Prepare to decode up to `max_requests` requests at a time over a pool of `num_pages` pages.
+
+        Args:
+          model: the decoder; its weights are taken as they are now.
+          max_requests: request slots (B): prompts and forks that are alive together.
+          num_pages: KV pages of each layer.
+          page_size: tokens in a page.
+          max_context: tokens that one request may reach, prompt included; defaults to what the pool holds. Bounds
+            the plan's arrays.
+          steps: tokens between two looks of the host at the device, and between two plans.
+          implementation: of `forest_attention`.
+        """
+        for name, value in (("max_requests", max_requests), ("num_pages", num_pages), ("steps", steps)):
+            if value <= 0:
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+        graph, self._weights = nnx.split(model)
+        self.config = model.config
+        self.max_requests, self.num_pages, self.page_size, self.steps = (
+            max_requests,
+            num_pages,
+            page_size,
+            steps,
+        )
+        self.max_context = num_pages * page_size if max_context is None else max_context
+        self._new_cache = lambda: model.new_cache(num_pages, page_size)
+        self._decode = jax.jit(
+            lambda weights, *rest: decode_loop(nnx.merge(graph, weights), steps, implementation, *rest),
+            donate_argnums=(1,),
+        )
+        self._prefill = jax.jit(
+            lambda weights, *rest: prefill_wave(nnx.merge(graph, weights), implementation, *rest),
+            donate_argnums=(1,),
+        )
+
+    def start(self, prompts: Sequence[Integers], *, progress: bool = False) -> Decoding:
+        """Find the prefixes that the prompts share, and prefill each of them once.
+
+        Prompt i becomes request i. Raises ValueError for an empty or too long prompt, a token out of range, or too
+        many prompts; OutOfPagesError if the pool does not hold them.
+        """
+        self._check_prompts(prompts)
+        forest = Forest.from_sequences(prompts, page_size=self.page_size, request_capacity=self.max_requests)
+        if len(forest.used_pages) > self.num_pages:
+            raise OutOfPagesError(
+                f"the prompts need {len(forest.used_pages)} pages of {self.page_size} tokens, the pool has "
+                f"{self.num_pages}; give the sampler more pages or fewer prompts"
+            )
+        forest = forest.rebuild(node_capacity=_EXPECTED_DEPTH * self.max_requests, entry_capacity=self.num_pages)
+        cache, logits = self._prefill_forest(forest, prompts, progress)
+        return Decoding(
+            forest=forest,
+            pool=PagePool.create(self.num_pages, forest.used_pages),
+            cache=cache,
+            logits=logits,
+            stream=np.where(forest.active, np.arange(self.max_requests), 0).astype(np.int32),
+            next_stream=len(prompts),
+            block_capacity=self._block_capacity(),
+            traffic=Traffic(),
+        )
+
+    def decode(
+        self,
+        state: Decoding,
+        max_tokens: int,
+        *,
+        stop_tokens: Integers = (),
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+    ) -> tuple[Decoding, Generated]:
+        """Append up to `max_tokens` tokens to every request in use; a request stops early at a stop token.
+
+        The stop token is appended too, so the state's logits always follow each request's last token. A request's
+        tokens depend on the seed, its own stream and its own context, not on who is decoded beside it. `on_tokens`
+        is called with a request and its new tokens, once per interval of `steps` tokens. `state` is used up.
+
+        Raises ValueError for options out of range or a request that would exceed max_context, OutOfPagesError
+        (which carries what was reached) when the pool runs out, FloatingPointError for logits that are not finite.
+        """
+        self._check_options(state, max_tokens, stop_tokens, temperature, top_k, top_p)
+        stops = np.full(max(8, len(stop_tokens)), -1, np.int32)
+        stops[: len(stop_tokens)] = stop_tokens
+        options = (
+            jax.random.key(seed),
+            np.float32(temperature),
+            np.int32(self.config.vocab_size if top_k is None else top_k),
+            np.float32(top_p),
+            stops,
+        )
+        generated = Generated(
+            tokens=[[] for _ in range(self.max_requests)],
+            logprobs=[[] for _ in range(self.max_requests)],
+            stopped=[False] * self.max_requests,
+        )
+        remaining = np.where(state.forest.active, max_tokens, 0).astype(np.int32)
+        while remaining.any():
+            growing = np.flatnonzero(remaining)
+            interval = int(min(self.steps, remaining.max()))
+            try:
+                forest, pool = state.forest.reserve(state.pool, interval, growing)
+            except OutOfPagesError as error:
+                error.state, error.generated = state, generated
+                raise
+            plan = self._plan(forest, 1, state.block_capacity)
+            cache, logits, *results = self._decode(
+                self._weights, state.cache, state.logits, forest, plan, state.stream, remaining, *options
+            )
+            tokens, logprobs, running, broken = jax.device_get(results)
+            if broken.any():
+                raise FloatingPointError(
+                    f"logits: expected finite numbers, got others for requests {np.flatnonzero(broken).tolist()}; "
+                    "are the weights finite?"
+                )
+            counts = (tokens >= 0).sum(axis=1, dtype=np.int32)
+            state = replace(
+                state,
+                forest=forest.extend(counts),
+                pool=pool,
+                cache=cache,
+                logits=logits,
+                block_capacity=plan.page_id.shape[0],
+                traffic=state.traffic + count_decode(forest, plan, counts),
+            )
+            for request in growing.tolist():
+                new = tokens[request, : counts[request]].tolist()
+                generated.tokens[request].extend(new)
+                generated.logprobs[request].extend(logprobs[request, : counts[request]].tolist())
+                generated.stopped[request] = new[-1] in stop_tokens
+                if on_tokens is not None:
+                    on_tokens(request, new)
+            remaining = np.where(running, remaining - counts, 0)
+        return state, generated
+
+    def fork(self, state: Decoding, requests: Integers) -> tuple[Decoding, list[int]]:
+        """Add one request for each entry of `requests` that shares everything the named one has; returns the new slots.
+
+        A fork draws its own random numbers. Raises what `Forest.fork` raises.
+        """
+        forest, new = state.forest.fork(requests)
+        source = np.arange(self.max_requests, dtype=np.int32)
+        source[new] = requests
+        stream = state.stream.copy()
+        stream[new] = state.next_stream + np.arange(len(new))
+        state = replace(
+            state,
+            forest=forest,
+            logits=state.logits[source],
+            stream=stream,
+            next_stream=state.next_stream + len(new),
+        )
+        return state, new.tolist()
+
+    def prune(self, state: Decoding, requests: Integers) -> Decoding:
+        """Remove requests; pages that nobody else reads return to the pool. Raises what `Forest.retire` raises."""
+        forest, pool = state.forest.retire(state.pool, requests)
+        return replace(state, forest=forest, pool=pool)
+
+    def generate(
+        self,
+        prompts: Sequence[Integers],
+        *,
+        max_new_tokens: int,
+        samples: int = 1,
+        stop_tokens: Integers = (),
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete every prompt `samples` times; completions come prompt by prompt.
+
+        Requests leave the forest as they finish. Options and errors are those of `start` and `decode`; `on_tokens`
+        gets the index of the completion. `progress` shows bars for prefill and decoding.
+        """
+        if samples <= 0:
+            raise ValueError(f"samples: expected a positive number, got {samples}")
+        state = self.start([prompt for prompt in prompts for _ in range(samples)], progress=progress)
+        done = [Completion(r // samples, [], [], "length") for r in state.requests]
+        left = max_new_tokens
+        with tqdm(total=max_new_tokens * len(done), desc="decode", unit="token", disable=not progress) as bar:
+            while state.requests and left > 0:
+                state, new = self.decode(
+                    state,
+                    min(self.steps, left),
+                    stop_tokens=stop_tokens,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    seed=seed,
+                    on_tokens=on_tokens,
+                )
+                left -= min(self.steps, left)
+                for request in state.requests:
+                    done[request].tokens.extend(new.tokens[request])
+                    done[request].logprobs.extend(new.logprobs[request])
+                    bar.update(len(new.tokens[request]) + (left if new.stopped[request] else 0))
+                stopped = [request for request in state.requests if new.stopped[request]]
+                for request in stopped:
+                    done[request] = replace(done[request], finish_reason="stop")
+                state = self.prune(state, stopped)
+        return done
+
+    # ------------------------------------------------------------------ internals
+
+    def _plan(self, forest: Forest, query_tokens: int, block_capacity: int) -> Plan:
+        return make_plan(
+            forest,
+            num_q_heads=self.config.num_q_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            steps=self.steps,
+            query_tokens=query_tokens,
+            block_capacity=block_capacity,
+        )
+
+    def _block_capacity(self) -> int:
+        """Bound the blocks of any plan: every tile reads every page, or every request its longest path."""
+        tiling = Tiling.of_device()
+        slots = max(1, tiling.block_tokens // self.page_size)
+        rows = self.max_requests * self.config.num_q_heads // self.config.num_kv_heads
+        tiles = -(-rows // tiling.tile_rows)
+        paths = self.max_requests * (-(-self.max_context // self.page_size) + _EXPECTED_DEPTH)
+        return bucket(-(-min(tiles * self.num_pages, paths) // slots) + tiles)
+
+    def _prefill_forest(
+        self, forest: Forest, prompts: Sequence[Integers], progress: bool
+    ) -> tuple[tuple[KVPages, ...], Float[Array, "B V"]]:
+        """Compute K and V of every node once, in waves of chunks, and the logits after each prompt."""
+        cache = self._new_cache()
+        logits = jnp.zeros((self.max_requests, self.config.vocab_size), jnp.float32)
+        for wave in tqdm(prefill_waves(forest, prompts), desc="prefill", disable=not progress):
+            plan = self._plan(wave.chunks, wave.tokens.shape[1], 0)
+            cache, logits = self._prefill(
+                self._weights, cache, logits, wave.chunks, plan, wave.tokens, wave.chunk_of_request
+            )
+        return cache, logits
+
+    def _check_prompts(self, prompts: Sequence[Integers]) -> None:
+        if len(prompts) == 0:
+            raise ValueError("prompts: expected at least one prompt, got none")
+        if len(prompts) > self.max_requests:
+            raise ValueError(
+                f"prompts: expected at most max_requests = {self.max_requests} requests, got {len(prompts)}; "
+                "decode them in batches or make the sampler larger"
+            )
+        for i, prompt in enumerate(prompts):
+            tokens = checks.int_vector(f"prompts[{i}]", prompt)
+            if not 0 < len(tokens) <= self.max_context:
+                raise ValueError(
+                    f"prompts[{i}]: expected 1 to max_context = {self.max_context} tokens, got {len(tokens)}"
+                )
+            checks.tokens(f"prompts[{i}]", tokens, self.config.vocab_size)
+
+    def _check_options(
+        self,
+        state: Decoding,
+        max_tokens: int,
+        stop_tokens: Integers,
+        temperature: float,
+        top_k: int | None,
+        top_p: float,
+    ) -> None:
+        if max_tokens <= 0:
+            raise ValueError(f"max_tokens: expected a positive number, got {max_tokens}")
+        longest = int(state.forest.request_length.max())
+        if longest + max_tokens > self.max_context:
+            raise ValueError(
+                f"max_tokens: expected at most {self.max_context - longest}, which takes the longest request from "
+                f"{longest} tokens to max_context = {self.max_context}, got {max_tokens}"
+            )
+        checks.tokens("stop_tokens", checks.int_vector("stop_tokens", list(stop_tokens)), self.config.vocab_size)
+        if not 0.0 <= temperature < np.inf:
+            raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k: expected at least 1, or None for all tokens, got {top_k}")
+        if not 0.0 < top_p <= 1.0:
+            raise ValueError(f"top_p: expected a probability in (0, 1], got {top_p}")

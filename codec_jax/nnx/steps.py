@@ -1,0 +1,79 @@
+"""What the sampler runs on the device: one wave of prefill, and the loop that generates tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from codec_jax.forest import Forest
+from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.sampling import request_keys, sample
+from codec_jax.pages import KVPages
+from codec_jax.plan import Plan
+
+
+def prefill_wave(
+    model: Decoder,
+    implementation: str | None,
+    cache: tuple[KVPages, ...],
+    logits: Float[Array, "B V"],
+    chunks: Forest,
+    plan: Plan,
+    tokens: Int[Array, "chunks T"],
+    source: Int[Array, " B"],
+) -> tuple[tuple[KVPages, ...], Float[Array, "B V"]]:
+    """Run chunks of prompt tokens; requests whose prompt ends with one of them (source >= 0) get their logits."""
+    hidden, cache = model.decode(tokens, cache, chunks, plan, implementation=implementation)
+    return cache, jnp.where(source[:, None] >= 0, model.logits(hidden[source, -1]), logits)
+
+
+def decode_loop(
+    model: Decoder,
+    steps: int,
+    implementation: str | None,
+    cache: tuple[KVPages, ...],
+    logits: Float[Array, "B V"],
+    forest: Forest,
+    plan: Plan,
+    stream: Int[Array, " B"],
+    remaining: Int[Array, " B"],
+    key: Array,
+    temperature: Float[Array, ""],
+    top_k: Int[Array, ""],
+    top_p: Float[Array, ""],
+    stop_tokens: Int[Array, " stops"],
+) -> tuple:
+    """Generate up to `steps` tokens for each request with tokens remaining, all on the device."""
+
+    def step(carry: tuple) -> tuple:
+        i, forest, cache, logits, remaining, tokens, logprobs, broken = carry
+        active = remaining > 0
+        broken |= active & ~jnp.isfinite(logits).all(axis=-1)
+        keys = request_keys(key, stream, forest.request_length)
+        token, logprob = sample(logits, keys, temperature, top_k, top_p)
+        forest = forest.extend(active.astype(jnp.int32))
+        hidden, cache = model.decode(token[:, None], cache, forest, plan, store=active, implementation=implementation)
+        logits = jnp.where(active[:, None], model.logits(hidden[:, 0]), logits)
+        tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
+        logprobs = logprobs.at[:, i].set(logprob)
+        stopped = (token[:, None] == stop_tokens).any(axis=-1)
+        remaining = jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0))
+        return i + 1, forest, cache, logits, remaining, tokens, logprobs, broken
+
+    batch = remaining.shape[0]
+    carry = (
+        jnp.int32(0),
+        jax.tree.map(jnp.asarray, forest),
+        cache,
+        logits,
+        remaining,
+        jnp.full((batch, steps), -1, jnp.int32),
+        jnp.zeros((batch, steps), jnp.float32),
+        jnp.zeros(batch, bool),
+    )
+    _, _, cache, logits, remaining, tokens, logprobs, broken = lax.while_loop(
+        lambda carry: (carry[0] < steps) & (carry[4] > 0).any(), step, carry
+    )
+    return cache, logits, tokens, logprobs, remaining > 0, broken
