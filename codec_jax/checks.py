@@ -68,8 +68,9 @@ def block_table(table: np.ndarray, lens: Int[np.ndarray, " B"], tokens_per_page:
             f"{tokens_per_page} tokens hold, got context_lens[{row}] = {lens[row]}"
         )
     needed = np.arange(table.shape[1]) < -(-lens // tokens_per_page)[:, None]
-    if (table[needed] < 0).any():
-        row, column = np.argwhere(needed & (table < 0))[0]
+    wrong = needed & ((table < 0) | (table >= 2**31))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
         raise ValueError(f"block_table: expected page ids, got block_table[{row}, {column}] = {table[row, column]}")
 
 

@@ -40,10 +40,12 @@ def reserve(forest: Forest, pool: PagePool, tokens: int, requests: Integers | No
     """Give each request a leaf of its own with room for `tokens` more tokens."""
     if tokens < 0:
         raise ValueError(f"tokens: expected a number of tokens to make room for, got {tokens}")
+    pool.check_taken(forest.used_pages)
     parent, length, leaf = forest.parent, forest.length, forest.leaf
     page_count = forest.page_count
-    growing = np.flatnonzero(leaf >= 0) if requests is None else checks.requests_in_use(requests, leaf)
+    growing = np.flatnonzero(leaf >= 0) if requests is None else np.unique(checks.requests_in_use(requests, leaf))
     shares = growing[forest.row_hi[leaf[growing]] - forest.row_lo[leaf[growing]] > 1]
+    inner = np.unique(leaf[shares])
     if len(shares):
         free = np.flatnonzero(parent == _FREE)
         missing = len(shares) - len(free)
@@ -56,19 +58,21 @@ def reserve(forest: Forest, pool: PagePool, tokens: int, requests: Integers | No
         parent[own], leaf[shares] = leaf[shares], own
     owned = leaf[growing]
     wanted = page_count.copy()
+    # What a node had in reserve is of no use to it once it has children.
+    wanted[inner] = -(-length[inner] // forest.page_size)
     wanted[owned] = np.maximum(page_count[owned], -(-(length[owned] + tokens) // forest.page_size))
-    added = wanted - page_count
-    if not len(shares) and not added.any():
+    if not len(shares) and (wanted == page_count).all():
         return forest, pool
-    pool, fresh = pool.allocate(int(added.sum()))
-    # Old pages first, then the fresh ones, node by node: one stable sort by node interleaves them.
     nodes = np.arange(len(parent))
-    owner = np.concatenate([np.repeat(nodes, page_count), np.repeat(nodes, added)])
-    entries = np.concatenate([forest.used_pages, fresh])[np.argsort(owner, kind="stable")]
-    return (
-        forest.rebuild(parent=parent, length=length, leaf=leaf, page_count=wanted, entries=entries),
-        pool,
-    )
+    owner = np.repeat(nodes, page_count)
+    nth = np.arange(len(owner)) - (np.cumsum(page_count) - page_count)[owner]
+    keep = nth < wanted[owner]
+    added = np.maximum(wanted - page_count, 0)
+    pool, fresh = pool.release(forest.used_pages[~keep]).allocate(int(added.sum()))
+    # Old pages first, then the fresh ones; a stable sort by node puts both in their place.
+    owner = np.concatenate([owner[keep], np.repeat(nodes, added)])
+    entries = np.concatenate([forest.used_pages[keep], fresh])[np.argsort(owner, kind="stable")]
+    return forest.rebuild(parent=parent, length=length, leaf=leaf, page_count=wanted, entries=entries), pool
 
 
 def retire(forest: Forest, pool: PagePool, requests: Integers) -> tuple[Forest, PagePool]:
@@ -154,7 +158,7 @@ def chunks(forest: Forest, chunk: int) -> tuple[Forest, Int[np.ndarray, " chunks
         np.asarray(length),
         np.arange(len(parent)),
         np.asarray([len(entries) for entries in pages]),
-        np.concatenate(pages),
+        np.concatenate([*pages, np.zeros(0, np.int32)]),
         page_size=forest.page_size,
     )
     return view, np.asarray(source)

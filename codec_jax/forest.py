@@ -31,13 +31,13 @@ from codec_jax.arrays import HostOrDevice, Integers
 from codec_jax.capacity import bucket
 from codec_jax.order import depth_first
 from codec_jax.pages import NO_SLOT, PagePool
-from codec_jax.prefixes import shared_runs
+from codec_jax.prefixes import shared_pages, shared_runs
 
 ROOT = -1  # parent of a node that has none
 FREE = -2  # parent of a node slot that is not in use
 NO_NODE = -1  # leaf of a request slot that is not in use
 
-#: What an `extend` that cannot be honoured adds to a length: no plan allows it, so attention returns NaN.
+#: The length of a leaf whose `extend` could not be honoured: no plan allows it, so attention returns NaN.
 _IMPOSSIBLE = np.int32(1 << 28)
 
 
@@ -144,33 +144,16 @@ class Forest:
 
         Row r's context is the first context_lens[r] tokens of the pages block_table[r, :]; entries after that are
         not looked at, and a row of length 0 is a free request slot. Two rows share a node as far as they list the
-        same pages holding the same number of tokens; a page that one row uses only in part is a node of its own.
+        same pages holding the same number of tokens; a page that one row uses only in part is a node of its own, and
+        if another row uses it too, what the first appends goes to a fresh page.
 
         Raises ValueError if a length needs more pages than a row has, or a page id in use is negative.
         """
         table, lens = np.asarray(block_table), checks.int_vector("context_lens", context_lens)
         checks.page_size(page_size)
         checks.block_table(table, lens, page_size)
-        used = np.flatnonzero(lens)
-        page_counts = -(-lens // page_size)
-        # A page's symbol is its id together with its tokens, so a row that ends inside a page parts from one that
-        # goes on through it.
-        symbols = []
-        for row in used:
-            tokens = np.minimum(lens[row] - np.arange(page_counts[row]) * page_size, page_size)
-            symbols.append(table[row, : page_counts[row]].astype(np.int64) * (page_size + 1) + tokens)
-        runs = shared_runs(symbols)
-        entries = [symbols[s][b:e] for s, b, e in zip(runs.source, runs.begin, runs.end, strict=True)]
-        leaf = np.full(len(lens), NO_NODE)
-        leaf[used] = runs.leaf
-        return cls.build(
-            np.asarray(runs.parent),
-            np.asarray([(run % (page_size + 1)).sum() for run in entries]),
-            leaf,
-            np.subtract(runs.end, runs.begin),
-            np.concatenate(entries) // (page_size + 1),
-            page_size=page_size,
-        )
+        nodes = shared_pages(table, lens, page_size)
+        return cls.build(nodes.parent, nodes.length, nodes.leaf, nodes.page_count, nodes.pages, page_size=page_size)
 
     @classmethod
     def build(
@@ -243,11 +226,7 @@ class Forest:
         entry_capacity: int = 0,
     ) -> Forest:
         """Build this forest anew with some of its arrays replaced; capacities grow if they must or are told to."""
-        if not self.is_host:
-            raise TypeError(
-                "forest: expected NumPy arrays, got arrays on a device; edit the forest on the host and pass it to "
-                "the jitted step as an argument"
-            )
+        self._require_host()
         parent = self.parent if parent is None else parent
         leaf = self.leaf if leaf is None else leaf
         entries = self.used_pages if entries is None else entries
@@ -290,6 +269,13 @@ class Forest:
         """Whether the arrays are NumPy arrays, as building and editing need and make them."""
         return isinstance(self.length, np.ndarray)
 
+    def _require_host(self) -> None:
+        if not self.is_host:
+            raise TypeError(
+                "forest: expected NumPy arrays, got arrays on a device; edit the forest on the host and pass it to "
+                "the jitted step as an argument"
+            )
+
     @property
     def _xp(self) -> ModuleType:
         return np if self.is_host else jnp
@@ -306,7 +292,7 @@ class Forest:
         xp, leaf = self._xp, self.leaf
         growth = xp.where(leaf >= 0, xp.asarray(count, np.int32), 0)
         owned = self.row_hi[leaf] - self.row_lo[leaf] == 1
-        fits = self.length[leaf] + growth <= self.page_count[leaf] * self.page_size
+        fits = growth <= self.page_count[leaf] * self.page_size - self.length[leaf]
         allowed = (growth == 0) | ((growth > 0) & owned & fits)
         if self.is_host:
             if not allowed.all():
@@ -319,7 +305,8 @@ class Forest:
             np.add.at(length, leaf, growth)
         else:
             target = jnp.where(leaf >= 0, leaf, self.node_capacity)
-            length = self.length.at[target].add(jnp.where(allowed, growth, _IMPOSSIBLE), mode="drop")
+            length = jnp.asarray(self.length).at[target].add(jnp.where(allowed, growth, 0), mode="drop")
+            length = length.at[target].max(jnp.where(allowed, 0, _IMPOSSIBLE), mode="drop")
         return replace(self, length=length)
 
     def positions(self, count: int = 1) -> Int[HostOrDevice, "B T"]:
@@ -348,6 +335,7 @@ class Forest:
 
         Raises ValueError if a request is not in use, OutOfSlotsError if the free request slots do not suffice.
         """
+        self._require_host()
         return edits.fork(self, requests)
 
     def reserve(self, pool: PagePool, tokens: int, requests: Integers | None = None) -> tuple[Forest, PagePool]:
@@ -356,6 +344,7 @@ class Forest:
         A request that shares its leaf, or ends at an inner node, gets an empty node of its own. Raises
         OutOfPagesError, with nothing changed, if the pool cannot serve all of it.
         """
+        self._require_host()
         return edits.reserve(self, pool, tokens, requests)
 
     def retire(self, pool: PagePool, requests: Integers) -> tuple[Forest, PagePool]:
@@ -364,6 +353,7 @@ class Forest:
         A node with one child left and no request ending at it merges with that child if its last page is full.
         Raises ValueError if a request is not in use.
         """
+        self._require_host()
         return edits.retire(self, pool, requests)
 
     def chunks(self, chunk: int) -> tuple[Forest, Int[np.ndarray, " chunks"]]:
@@ -373,6 +363,7 @@ class Forest:
         tokens, once, whoever shares them. Also returns the node that each chunk comes from; chunks of ancestors come
         first. Raises ValueError if `chunk` is not a multiple of page_size.
         """
+        self._require_host()
         return edits.chunks(self, chunk)
 
     def path(self, request: int) -> list[int]:

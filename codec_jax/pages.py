@@ -58,6 +58,8 @@ class PagePool:
 
         Raises OutOfPagesError if fewer are free; the pool is immutable, so nothing has changed then.
         """
+        if count < 0:
+            raise ValueError(f"count: expected a number of pages, got {count}")
         free = np.flatnonzero(self.owners == 0)
         if count > len(free):
             raise OutOfPagesError(
@@ -68,6 +70,15 @@ class PagePool:
         owners = self.owners.copy()
         owners[taken] = 1
         return PagePool(owners), taken
+
+    def check_taken(self, pages: Int[np.ndarray, " pages"]) -> None:
+        """Raise ValueError if one of the pages is free, or not of this pool: it would be given away twice."""
+        free = pages[(pages >= self.num_pages) | (self.owners[np.minimum(pages, self.num_pages - 1)] == 0)]
+        if free.size:
+            raise ValueError(
+                f"pool: expected a pool in which all pages of the forest are taken, got one in which page {free[0]} "
+                "is not; make it with PagePool.create(num_pages, taken=forest.used_pages) and pass on the newest one"
+            )
 
     def release(self, pages: Int[np.ndarray, " pages"]) -> PagePool:
         """Take one owner off each page. Raises ValueError if a page has none to give up, or is not of this pool."""

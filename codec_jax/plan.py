@@ -186,7 +186,7 @@ def make_plan(
     tile_blocks = -(-tile_pages // slots)
     tile_ptr = np.concatenate([[0], np.cumsum(tile_blocks)])
     num_blocks = int(tile_ptr[-1])
-    capacity = block_capacity if 0 < num_blocks <= block_capacity else bucket(num_blocks)
+    capacity = block_capacity if 0 < block_capacity >= num_blocks else bucket(num_blocks)
     rank = np.arange(len(pages["tile"])) - (np.cumsum(tile_pages) - tile_pages)[pages["tile"]]
     place = tile_ptr[pages["tile"]] * slots + rank
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 
 class Runs(NamedTuple):
@@ -45,6 +46,50 @@ def shared_runs(lists: Sequence[np.ndarray]) -> Runs:
         runs.leaf[current] = path[-1]
         previous = current
     return _parents_first(runs)
+
+
+class PageNodes(NamedTuple):
+    """Nodes over physical pages: node i owns the next page_count[i] of `pages` and has length[i] tokens in them."""
+
+    parent: np.ndarray
+    length: np.ndarray
+    leaf: np.ndarray  # the node at which each row ends, -1 for a row of length 0
+    page_count: np.ndarray
+    pages: np.ndarray
+
+
+def shared_pages(table: Int[np.ndarray, "B max_pages"], lens: Int[np.ndarray, " B"], page_size: int) -> PageNodes:
+    """Return the radix tree of the rows of a block table, of which row r has lens[r] tokens."""
+    used = np.flatnonzero(lens)
+    # A page's symbol is its id together with its tokens, so a row that ends inside a page parts from one that goes
+    # on through it.
+    symbols = []
+    for row in used:
+        tokens = np.minimum(lens[row] - np.arange(-(-lens[row] // page_size)) * page_size, page_size)
+        symbols.append(table[row, : len(tokens)].astype(np.int64) * (page_size + 1) + tokens)
+    runs = shared_runs(symbols)
+    parent, page_count = np.asarray(runs.parent), np.subtract(runs.end, runs.begin)
+    entries = [symbols[source][begin:end] for source, begin, end in zip(*runs[1:4], strict=True)]
+    length = np.asarray([(run % (page_size + 1)).sum() for run in entries])
+    pages = np.concatenate(entries) // (page_size + 1)
+    leaf = np.full(len(lens), -1)
+    leaf[used] = runs.leaf
+
+    # A row must not append to a page that another node reads as well: it gets an empty node to append to.
+    _, page, owners = np.unique(pages, return_inverse=True, return_counts=True)
+    last_page = np.cumsum(page_count) - 1
+    aliased = np.flatnonzero((length < page_count * page_size) & (owners[page[last_page]] > 1))
+    below = np.full(len(parent), -1)
+    below[aliased] = len(parent) + np.arange(len(aliased))
+    leaf[used] = np.where(below[leaf[used]] >= 0, below[leaf[used]], leaf[used])
+    empty = np.zeros(len(aliased), np.int64)
+    return PageNodes(
+        np.concatenate([parent, aliased]),
+        np.concatenate([length, empty]),
+        leaf,
+        np.concatenate([page_count, empty]),
+        pages,
+    )
 
 
 def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:

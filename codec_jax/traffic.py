@@ -35,10 +35,7 @@ def count_decode(forest: Forest, plan: Plan, new_tokens: Int[np.ndarray, " B"]) 
     one, until the last request has stopped.
     """
     steps = int(new_tokens.max(initial=0))
-    rows = plan.query_tokens * plan.group
-    lo, hi = forest.row_lo * rows, forest.row_hi * rows
-    tiles = np.where(hi > lo, (hi - 1) // plan.tile_rows - lo // plan.tile_rows + 1, 0).astype(np.int64)
-    active = forest.active
+    tiles, active = _tiles_of_nodes(forest, plan), forest.active
     leaf, count = forest.leaf[active], new_tokens[active].astype(np.int64)
     # In step i = 1 .. steps, a leaf has grown by min(i, count) tokens.
     ramp = count * (count + 1) // 2
@@ -48,3 +45,18 @@ def count_decode(forest: Forest, plan: Plan, new_tokens: Int[np.ndarray, " B"]) 
         kv_tokens_read=int(steps * (tiles * forest.length).sum() + (tiles[leaf] * grown).sum()),
         kv_tokens_unshared=int((count * forest.request_length[active] + ramp).sum()),
     )
+
+
+def count_pass(forest: Forest, plan: Plan) -> Traffic:
+    """Count what one pass over the forest as it is reads; it generates nothing."""
+    return Traffic(
+        kv_tokens_read=int((_tiles_of_nodes(forest, plan) * forest.length).sum()),
+        kv_tokens_unshared=int(forest.request_length.sum(dtype=np.int64)),
+    )
+
+
+def _tiles_of_nodes(forest: Forest, plan: Plan) -> Int[np.ndarray, " nodes"]:
+    """Count the row tiles that read each node."""
+    rows = plan.query_tokens * plan.group
+    lo, hi = forest.row_lo * rows, forest.row_hi * rows
+    return np.where(hi > lo, (hi - 1) // plan.tile_rows - lo // plan.tile_rows + 1, 0).astype(np.int64)

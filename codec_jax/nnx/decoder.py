@@ -184,16 +184,16 @@ class Decoder(nnx.Module):
         forest: Forest,
         plan: Plan,
         *,
-        store: Bool[Array, " B"] | bool = True,
+        store: Bool[Array, "B T"] | bool = True,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[KVPages, ...]]:
         """Run each request's last T tokens, whose room in the forest is taken already (`Forest.extend`).
 
         Returns the final hidden states, for `logits`, and the cache with the tokens' K and V. Jittable; tokens that
-        are not in the request's own leaf, or whose request is not to `store` any, are computed but not stored.
+        are not in the request's own leaf, or where `store` is false, are computed but not stored.
         """
         positions = jnp.asarray(forest.positions(tokens.shape[1]))
-        slots = jnp.where(jnp.reshape(store, (-1, 1)), forest.slots(tokens.shape[1]), NO_SLOT)
+        slots = jnp.where(store, forest.slots(tokens.shape[1]), NO_SLOT)
         x, written = self.embedding(tokens), []
         for block, pages in zip(self.blocks, cache, strict=True):
             x, pages = block.decode(x, positions, slots, pages, forest, plan, implementation)

@@ -12,28 +12,30 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from codec_jax.arrays import Integers
 from codec_jax.capacity import bucket
 from codec_jax.forest import NO_NODE, Forest
+from codec_jax.pages import NO_SLOT
 
 #: A chunk is at most this many tokens of one node, and a wave at most this many tokens of all.
-_CHUNK_TOKENS, _WAVE_TOKENS = 128, 4096
+MOST_CHUNK_TOKENS, MOST_WAVE_TOKENS = 128, 4096
 
 
 class Wave(NamedTuple):
     """The chunks of one call."""
 
     chunks: Forest  # one request per chunk
-    tokens: Int[np.ndarray, "chunks T"]  # right-aligned; what fills up a row to the left of a chunk is not stored
+    tokens: Int[np.ndarray, "chunks T"]  # right-aligned
+    store: Bool[np.ndarray, "chunks T"]  # false for what fills up a row to the left of its chunk
     chunk_of_request: Int[np.ndarray, " B"]  # the row that a request's prompt ends with, -1 if not in this wave
 
 
 def prefill_waves(forest: Forest, prompts: Sequence[Integers]) -> list[Wave]:
     """Cut the forest of these prompts (request i is prompt i) into waves of one shape."""
     longest, chunk = int(forest.length.max()), forest.page_size
-    while chunk < longest and 2 * chunk <= _CHUNK_TOKENS:
+    while chunk < longest and 2 * chunk <= MOST_CHUNK_TOKENS:
         chunk *= 2
     view, node_of_chunk = forest.chunks(chunk)
     num_chunks = len(node_of_chunk)
@@ -43,7 +45,7 @@ def prefill_waves(forest: Forest, prompts: Sequence[Integers]) -> list[Wave]:
     last_chunk[node_of_chunk] = np.arange(num_chunks)
     chunk_of_request = np.where(forest.active, last_chunk[forest.leaf], -1)
 
-    size = min(bucket(num_chunks), max(1, _WAVE_TOKENS // chunk))
+    size = min(bucket(num_chunks), max(1, MOST_WAVE_TOKENS // chunk))
     waves = []
     for first in range(0, num_chunks, size):
         wave = np.arange(first, min(first + size, num_chunks))
@@ -52,7 +54,10 @@ def prefill_waves(forest: Forest, prompts: Sequence[Integers]) -> list[Wave]:
         tokens = np.zeros((size, chunk), np.int32)
         for row, i in enumerate(wave):
             tokens[row] = np.asarray(prompts[reader[i]])[positions[i]]
+        chunks = view.rebuild(leaf=leaf)
         row_of_request = chunk_of_request - first
         row_of_request[(row_of_request < 0) | (row_of_request >= size)] = -1
-        waves.append(Wave(view.rebuild(leaf=leaf), tokens, row_of_request.astype(np.int32)))
+        # Rows are filled up to the left with tokens of other nodes, which other chunks store.
+        store = chunks.slots(chunk) != NO_SLOT
+        waves.append(Wave(chunks, tokens, store, row_of_request.astype(np.int32)))
     return waves

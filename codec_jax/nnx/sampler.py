@@ -12,7 +12,7 @@ state that was passed to `decode` must not be used again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -26,13 +26,14 @@ from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.capacity import bucket
 from codec_jax.errors import OutOfPagesError
-from codec_jax.forest import Forest
+from codec_jax.forest import NO_NODE, Forest
+from codec_jax.nnx import options
 from codec_jax.nnx.decoder import Decoder
-from codec_jax.nnx.prefill import prefill_waves
-from codec_jax.nnx.steps import decode_loop, prefill_wave
+from codec_jax.nnx.prefill import MOST_CHUNK_TOKENS, prefill_waves
+from codec_jax.nnx.steps import decode_loop, prefill_step
 from codec_jax.pages import KVPages, PagePool
 from codec_jax.plan import Plan, Tiling, make_plan
-from codec_jax.traffic import Traffic, count_decode
+from codec_jax.traffic import Traffic, count_decode, count_pass
 
 #: Nodes that a path may have before the decode step is compiled anew for longer block lists.
 _EXPECTED_DEPTH = 8
@@ -120,7 +121,7 @@ class Sampler:
             donate_argnums=(1,),
         )
         self._prefill = jax.jit(
-            lambda weights, *rest: prefill_wave(nnx.merge(graph, weights), implementation, *rest),
+            lambda weights, *rest: prefill_step(nnx.merge(graph, weights), implementation, *rest),
             donate_argnums=(1,),
         )
 
@@ -130,7 +131,7 @@ class Sampler:
         Prompt i becomes request i. Raises ValueError for an empty or too long prompt, a token out of range, or too
         many prompts; OutOfPagesError if the pool does not hold them.
         """
-        self._check_prompts(prompts)
+        options.check_prompts(prompts, self.max_requests, self.max_context, self.config.vocab_size)
         forest = Forest.from_sequences(prompts, page_size=self.page_size, request_capacity=self.max_requests)
         if len(forest.used_pages) > self.num_pages:
             raise OutOfPagesError(
@@ -171,10 +172,11 @@ class Sampler:
         Raises ValueError for options out of range or a request that would exceed max_context, OutOfPagesError
         (which carries what was reached) when the pool runs out, FloatingPointError for logits that are not finite.
         """
-        self._check_options(state, max_tokens, stop_tokens, temperature, top_k, top_p)
+        options.check_sampling(stop_tokens, temperature, top_k, top_p, self.config.vocab_size)
+        options.check_room("max_tokens", max_tokens, state.forest, self.max_context)
         stops = np.full(max(8, len(stop_tokens)), -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
-        options = (
+        sampling = (
             jax.random.key(seed),
             np.float32(temperature),
             np.int32(self.config.vocab_size if top_k is None else top_k),
@@ -195,9 +197,10 @@ class Sampler:
             except OutOfPagesError as error:
                 error.state, error.generated = state, generated
                 raise
-            plan = self._plan(forest, 1, state.block_capacity)
+            growers = _only(forest, growing)
+            plan = self._plan(growers, 1, state.block_capacity)
             cache, logits, *results = self._decode(
-                self._weights, state.cache, state.logits, forest, plan, state.stream, remaining, *options
+                self._weights, state.cache, state.logits, growers, plan, state.stream, remaining, *sampling
             )
             tokens, logprobs, running, broken = jax.device_get(results)
             if broken.any():
@@ -213,7 +216,7 @@ class Sampler:
                 cache=cache,
                 logits=logits,
                 block_capacity=plan.page_id.shape[0],
-                traffic=state.traffic + count_decode(forest, plan, counts),
+                traffic=state.traffic + count_decode(growers, plan, counts),
             )
             for request in growing.tolist():
                 new = tokens[request, : counts[request]].tolist()
@@ -224,6 +227,52 @@ class Sampler:
                     on_tokens(request, new)
             remaining = np.where(running, remaining - counts, 0)
         return state, generated
+
+    def append(self, state: Decoding, tokens: Mapping[int, Integers]) -> Decoding:
+        """Append given tokens to some requests: a user's next turn, a tool's answer. `state` is used up.
+
+        `tokens` maps requests to what follows in them. Raises ValueError for a request that is not in use, no
+        tokens, or tokens out of range, OutOfPagesError if the pool does not hold them.
+        """
+        requests = checks.requests_in_use(list(tokens), state.forest.leaf)
+        new = {request: checks.int_vector(f"tokens[{request}]", list(tokens[request])) for request in requests.tolist()}
+        for request, given in new.items():
+            if not given.size:
+                raise ValueError(f"tokens[{request}]: expected at least one token, got none")
+            checks.tokens(f"tokens[{request}]", given, self.config.vocab_size)
+        longest = max((len(given) for given in new.values()), default=0)
+        if longest == 0:
+            return state
+        options.check_room("tokens", longest, state.forest, self.max_context)
+        forest, pool = state.forest.reserve(state.pool, longest, requests)
+        cache, logits, traffic = state.cache, state.logits, state.traffic
+        for first in range(0, longest, MOST_CHUNK_TOKENS):
+            counts = np.zeros(self.max_requests, np.int32)
+            for request, given in new.items():
+                counts[request] = np.clip(len(given) - first, 0, MOST_CHUNK_TOKENS)
+            forest = forest.extend(counts)
+            growing = np.flatnonzero(counts)
+            # Rows hold a power of two tokens, so that few lengths are compiled; tokens are at their right end.
+            width = 1 << (int(counts.max()) - 1).bit_length()
+            rows = np.zeros((self.max_requests, width), np.int32)
+            for request in growing.tolist():
+                rows[request, width - counts[request] :] = new[request][first : first + counts[request]]
+            store = np.arange(width) >= width - counts[:, None]
+            source = np.where(counts > 0, np.arange(self.max_requests), -1).astype(np.int32)
+            growers = _only(forest, growing)
+            plan = self._plan(growers, width, 0)
+            cache, logits = self._prefill(self._weights, cache, logits, growers, plan, rows, store, source)
+            traffic = traffic + count_pass(growers, plan)
+        return replace(state, forest=forest, pool=pool, cache=cache, logits=logits, traffic=traffic)
+
+    def peek(self, state: Decoding, tokens: Mapping[int, Integers]) -> tuple[Decoding, Float[Array, "B V"]]:
+        """Return the logits that would follow if the tokens were appended, and the state without them.
+
+        For asking a model about its thoughts: the question leaves no trace. Raises what `append` raises.
+        """
+        asked = self.append(state, tokens)
+        # The tokens went to pages that the state does not count as taken, so it stays as good as it was.
+        return replace(state, cache=asked.cache, traffic=asked.traffic), asked.logits
 
     def fork(self, state: Decoding, requests: Integers) -> tuple[Decoding, list[int]]:
         """Add one request for each entry of `requests` that shares everything the named one has; returns the new slots.
@@ -327,47 +376,13 @@ class Sampler:
         for wave in tqdm(prefill_waves(forest, prompts), desc="prefill", disable=not progress):
             plan = self._plan(wave.chunks, wave.tokens.shape[1], 0)
             cache, logits = self._prefill(
-                self._weights, cache, logits, wave.chunks, plan, wave.tokens, wave.chunk_of_request
+                self._weights, cache, logits, wave.chunks, plan, wave.tokens, wave.store, wave.chunk_of_request
             )
         return cache, logits
 
-    def _check_prompts(self, prompts: Sequence[Integers]) -> None:
-        if len(prompts) == 0:
-            raise ValueError("prompts: expected at least one prompt, got none")
-        if len(prompts) > self.max_requests:
-            raise ValueError(
-                f"prompts: expected at most max_requests = {self.max_requests} requests, got {len(prompts)}; "
-                "decode them in batches or make the sampler larger"
-            )
-        for i, prompt in enumerate(prompts):
-            tokens = checks.int_vector(f"prompts[{i}]", prompt)
-            if not 0 < len(tokens) <= self.max_context:
-                raise ValueError(
-                    f"prompts[{i}]: expected 1 to max_context = {self.max_context} tokens, got {len(tokens)}"
-                )
-            checks.tokens(f"prompts[{i}]", tokens, self.config.vocab_size)
 
-    def _check_options(
-        self,
-        state: Decoding,
-        max_tokens: int,
-        stop_tokens: Integers,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-    ) -> None:
-        if max_tokens <= 0:
-            raise ValueError(f"max_tokens: expected a positive number, got {max_tokens}")
-        longest = int(state.forest.request_length.max())
-        if longest + max_tokens > self.max_context:
-            raise ValueError(
-                f"max_tokens: expected at most {self.max_context - longest}, which takes the longest request from "
-                f"{longest} tokens to max_context = {self.max_context}, got {max_tokens}"
-            )
-        checks.tokens("stop_tokens", checks.int_vector("stop_tokens", list(stop_tokens)), self.config.vocab_size)
-        if not 0.0 <= temperature < np.inf:
-            raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k: expected at least 1, or None for all tokens, got {top_k}")
-        if not 0.0 < top_p <= 1.0:
-            raise ValueError(f"top_p: expected a probability in (0, 1], got {top_p}")
+def _only(forest: Forest, requests: Int[np.ndarray, " some"]) -> Forest:
+    """Leave only some requests in the forest, for a plan that does not read what the others alone would need."""
+    leaf = np.full_like(forest.leaf, NO_NODE)
+    leaf[requests] = forest.leaf[requests]
+    return forest if (leaf == forest.leaf).all() else forest.rebuild(leaf=leaf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.forest import Forest
 from codec_jax.nnx.decoder import Decoder
@@ -14,7 +14,7 @@ from codec_jax.pages import KVPages
 from codec_jax.plan import Plan
 
 
-def prefill_wave(
+def prefill_step(
     model: Decoder,
     implementation: str | None,
     cache: tuple[KVPages, ...],
@@ -22,10 +22,11 @@ def prefill_wave(
     chunks: Forest,
     plan: Plan,
     tokens: Int[Array, "chunks T"],
+    store: Bool[Array, "chunks T"],
     source: Int[Array, " B"],
 ) -> tuple[tuple[KVPages, ...], Float[Array, "B V"]]:
-    """Run chunks of prompt tokens; requests whose prompt ends with one of them (source >= 0) get their logits."""
-    hidden, cache = model.decode(tokens, cache, chunks, plan, implementation=implementation)
+    """Run chunks of given tokens; requests whose tokens end with chunk `source` (>= 0) get their logits."""
+    hidden, cache = model.decode(tokens, cache, chunks, plan, store=store, implementation=implementation)
     return cache, jnp.where(source[:, None] >= 0, model.logits(hidden[source, -1]), logits)
 
 
@@ -54,7 +55,9 @@ def decode_loop(
         keys = request_keys(key, stream, forest.request_length)
         token, logprob = sample(logits, keys, temperature, top_k, top_p)
         forest = forest.extend(active.astype(jnp.int32))
-        hidden, cache = model.decode(token[:, None], cache, forest, plan, store=active, implementation=implementation)
+        hidden, cache = model.decode(
+            token[:, None], cache, forest, plan, store=active[:, None], implementation=implementation
+        )
         logits = jnp.where(active[:, None], model.logits(hidden[:, 0]), logits)
         tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
         logprobs = logprobs.at[:, i].set(logprob)

@@ -1,0 +1,47 @@
+"""Checks of what the sampler is asked to do; each error names the argument, what was expected, and what came."""
+
+import math
+from collections.abc import Sequence
+
+from codec_jax import checks
+from codec_jax.arrays import Integers
+from codec_jax.forest import Forest
+
+
+def check_prompts(prompts: Sequence[Integers], max_requests: int, max_context: int, vocab_size: int) -> None:
+    """Raise ValueError for no prompts, too many, or one that is empty, too long or not of the vocabulary."""
+    if len(prompts) == 0:
+        raise ValueError("prompts: expected at least one prompt, got none")
+    if len(prompts) > max_requests:
+        raise ValueError(
+            f"prompts: expected at most max_requests = {max_requests} requests, got {len(prompts)}; "
+            "decode them in batches or make the sampler larger"
+        )
+    for i, prompt in enumerate(prompts):
+        tokens = checks.int_vector(f"prompts[{i}]", prompt)
+        if not 0 < len(tokens) <= max_context:
+            raise ValueError(f"prompts[{i}]: expected 1 to max_context = {max_context} tokens, got {len(tokens)}")
+        checks.tokens(f"prompts[{i}]", tokens, vocab_size)
+
+
+def check_room(name: str, tokens: int, forest: Forest, max_context: int) -> None:
+    """Raise ValueError unless the longest request can take so many tokens."""
+    if tokens <= 0:
+        raise ValueError(f"{name}: expected a positive number, got {tokens}")
+    longest = int(forest.request_length.max())
+    if longest + tokens > max_context:
+        raise ValueError(
+            f"{name}: expected at most {max_context - longest}, which takes the longest request from {longest} "
+            f"tokens to max_context = {max_context}, got {tokens}"
+        )
+
+
+def check_sampling(stop_tokens: Integers, temperature: float, top_k: int | None, top_p: float, vocab_size: int) -> None:
+    """Raise ValueError for sampling options out of range."""
+    checks.tokens("stop_tokens", checks.int_vector("stop_tokens", list(stop_tokens)), vocab_size)
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: expected at least 1, or None for all tokens, got {top_k}")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p: expected a probability in (0, 1], got {top_p}")
