@@ -75,6 +75,7 @@ def forest_attention(
 
     Raises ValueError for shapes, dtypes or names that do not fit, PlanError for a plan that does not.
     """
+    query, key_pages, value_pages = (jnp.asarray(x) for x in (query, key_pages, value_pages))
     _check(query, key_pages, value_pages, forest, plan)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if not math.isfinite(scale):

@@ -17,9 +17,15 @@ def int_vector(name: str, value: Integers) -> Int[np.ndarray, " n"]:
     return array.astype(np.int64)
 
 
+def positive(name: str, value: int) -> None:
+    """Raise ValueError unless the value is a positive integer."""
+    if not isinstance(value, int | np.integer) or value <= 0:
+        raise ValueError(f"{name}: expected a positive number, got {value}")
+
+
 def page_size(value: int) -> None:
     """Raise ValueError unless the value can be a page size."""
-    if value <= 0 or value % 8:
+    if not isinstance(value, int | np.integer) or value <= 0 or value % 8:
         raise ValueError(f"page_size: expected a positive multiple of 8, got {value}")
 
 
@@ -68,10 +74,15 @@ def block_table(table: np.ndarray, lens: Int[np.ndarray, " B"], tokens_per_page:
             f"{tokens_per_page} tokens hold, got context_lens[{row}] = {lens[row]}"
         )
     needed = np.arange(table.shape[1]) < -(-lens // tokens_per_page)[:, None]
-    wrong = needed & ((table < 0) | (table >= 2**31))
+    # Token slots (page * page_size + offset) are int32 too.
+    most = (2**31 - 1) // tokens_per_page - 1
+    wrong = needed & ((table < 0) | (table > most))
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
-        raise ValueError(f"block_table: expected page ids, got block_table[{row}, {column}] = {table[row, column]}")
+        raise ValueError(
+            f"block_table: expected page ids, got block_table[{row}, {column}] = {table[row, column]}; "
+            f"pages of {tokens_per_page} tokens are numbered 0 to {most} at most"
+        )
 
 
 def requests_in_use(requests: Integers, leaf: Int[np.ndarray, " B"]) -> Int[np.ndarray, " n"]:

@@ -57,10 +57,10 @@ def reserve(forest: Forest, pool: PagePool, tokens: int, requests: Integers | No
         parent, leaf = parent.copy(), leaf.copy()
         parent[own], leaf[shares] = leaf[shares], own
     owned = leaf[growing]
-    wanted = page_count.copy()
+    wanted = page_count.astype(np.int64)
     # What a node had in reserve is of no use to it once it has children.
     wanted[inner] = -(-length[inner] // forest.page_size)
-    wanted[owned] = np.maximum(page_count[owned], -(-(length[owned] + tokens) // forest.page_size))
+    wanted[owned] = np.maximum(page_count[owned], -(-(length[owned].astype(np.int64) + tokens) // forest.page_size))
     if not len(shares) and (wanted == page_count).all():
         return forest, pool
     nodes = np.arange(len(parent))

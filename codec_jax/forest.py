@@ -23,7 +23,6 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Int
 
 from codec_jax import checks, edits
@@ -145,7 +144,7 @@ class Forest:
         Row r's context is the first context_lens[r] tokens of the pages block_table[r, :]; entries after that are
         not looked at, and a row of length 0 is a free request slot. Two rows share a node as far as they list the
         same pages holding the same number of tokens; a page that one row uses only in part is a node of its own, and
-        if another row uses it too, what the first appends goes to a fresh page.
+        if another row uses it too, what the first appends goes to a fresh page: it has no slots until `reserve`.
 
         Raises ValueError if a length needs more pages than a row has, or a page id in use is negative.
         """
@@ -242,8 +241,6 @@ class Forest:
             entry_capacity=bucket(len(entries), least=max(len(self.pages), entry_capacity)),
         )
 
-    # ------------------------------------------------------------------ properties
-
     @property
     def node_capacity(self) -> int:
         """Node slots, used or free."""
@@ -282,7 +279,7 @@ class Forest:
 
     # ------------------------------------------------------------------ in a decode step
 
-    def extend(self, count: ArrayLike = 1) -> Forest:
+    def extend(self, count: HostOrDevice = 1) -> Forest:
         """Append `count` tokens to each request in use (a scalar, or one number for each request [B]). Jittable.
 
         Every request that grows must own its leaf and have pages for the tokens: call `reserve` first. On the host
@@ -290,7 +287,13 @@ class Forest:
         marked so that attention over it returns NaN.
         """
         xp, leaf = self._xp, self.leaf
-        growth = xp.where(leaf >= 0, xp.asarray(count, np.int32), 0)
+        count = xp.asarray(count)
+        if not jnp.issubdtype(count.dtype, jnp.integer) or count.shape not in ((), leaf.shape):
+            raise ValueError(
+                f"count: expected an integer, or one for each of the {leaf.shape[0]} request slots, "
+                f"got {count.dtype} of shape {count.shape}"
+            )
+        growth = xp.where(leaf >= 0, count.astype(np.int32), 0)
         owned = self.row_hi[leaf] - self.row_lo[leaf] == 1
         fits = growth <= self.page_count[leaf] * self.page_size - self.length[leaf]
         allowed = (growth == 0) | ((growth > 0) & owned & fits)
@@ -367,8 +370,10 @@ class Forest:
         return edits.chunks(self, chunk)
 
     def path(self, request: int) -> list[int]:
-        """Return the nodes of a request's context, root first."""
+        """Return the nodes of a request's context, root first; none for a free slot."""
         nodes: list[int] = []
+        if not 0 <= request < self.request_capacity:
+            raise ValueError(f"request: expected a slot in [0, {self.request_capacity}), got {request}")
         node = int(self.leaf[request])
         while node >= 0:
             nodes.append(node)

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
 from codec_jax.capacity import bucket
 from codec_jax.errors import PlanError
@@ -168,8 +169,7 @@ def make_plan(
         ("tile_rows", tile_rows),
         ("block_tokens", block_tokens),
     ):
-        if value <= 0:
-            raise ValueError(f"{name}: expected a positive number, got {value}")
+        checks.positive(name, value)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_q_heads}")
     if tile_rows % 8:
@@ -221,7 +221,7 @@ def _most_length(forest: Forest, steps: int) -> Int[np.ndarray, " nodes"]:
     most = forest.length.copy()
     leaf = forest.leaf[forest.leaf >= 0]
     leaf = leaf[forest.row_hi[leaf] - forest.row_lo[leaf] == 1]
-    most[leaf] = np.minimum(forest.length[leaf] + steps, forest.page_count[leaf] * forest.page_size)
+    most[leaf] = np.minimum(forest.length[leaf].astype(np.int64) + steps, forest.page_count[leaf] * forest.page_size)
     return most
 
 
@@ -258,7 +258,7 @@ def _pages_of_tiles(
         least, most = _query_positions(forest, query_tokens, rows_per_request, tile_rows, num_tiles)
         position = forest.start[node] + token
         full &= position + page_size - 1 <= least[tile]
-        visible = position <= most[tile] + steps
+        visible = position - most[tile] <= steps
     else:
         visible = np.ones(len(tile), bool)
     masked = ~full

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from codec_jax import checks
 from codec_jax.attention import forest_attention
 from codec_jax.forest import Forest
 from codec_jax.nnx.rope import rotate
@@ -45,8 +46,7 @@ class DecoderConfig:
         for name in (
             "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim",
         ):  # fmt: skip
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
+            checks.positive(name, getattr(self, name))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_q_heads}"

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.forest import Forest
 
 
 def check_prompts(prompts: Sequence[Integers], max_requests: int, max_context: int, vocab_size: int) -> None:
@@ -24,15 +23,14 @@ def check_prompts(prompts: Sequence[Integers], max_requests: int, max_context: i
         checks.tokens(f"prompts[{i}]", tokens, vocab_size)
 
 
-def check_room(name: str, tokens: int, forest: Forest, max_context: int) -> None:
-    """Raise ValueError unless the longest request can take so many tokens."""
+def check_room(name: str, tokens: int, length: int, max_context: int) -> None:
+    """Raise ValueError unless a request of `length` tokens can take so many more."""
     if tokens <= 0:
         raise ValueError(f"{name}: expected a positive number, got {tokens}")
-    longest = int(forest.request_length.max())
-    if longest + tokens > max_context:
+    if length + tokens > max_context:
         raise ValueError(
-            f"{name}: expected at most {max_context - longest}, which takes the longest request from {longest} "
-            f"tokens to max_context = {max_context}, got {tokens}"
+            f"{name}: expected at most {max_context - length}, which takes a request from {length} tokens to "
+            f"max_context = {max_context}, got {tokens}"
         )
 
 

@@ -103,9 +103,15 @@ class Sampler:
           steps: tokens between two looks of the host at the device, and between two plans.
           implementation: of `forest_attention`.
         """
-        for name, value in (("max_requests", max_requests), ("num_pages", num_pages), ("steps", steps)):
-            if value <= 0:
-                raise ValueError(f"{name}: expected a positive number, got {value}")
+        max_context = num_pages * page_size if max_context is None else max_context
+        for name, value in (
+            ("max_requests", max_requests),
+            ("num_pages", num_pages),
+            ("max_context", max_context),
+            ("steps", steps),
+        ):
+            checks.positive(name, value)
+        checks.page_size(page_size)
         graph, self._weights = nnx.split(model)
         self.config = model.config
         self.max_requests, self.num_pages, self.page_size, self.steps = (
@@ -114,7 +120,7 @@ class Sampler:
             page_size,
             steps,
         )
-        self.max_context = num_pages * page_size if max_context is None else max_context
+        self.max_context = max_context
         self._new_cache = lambda: model.new_cache(num_pages, page_size)
         self._decode = jax.jit(
             lambda weights, *rest: decode_loop(nnx.merge(graph, weights), steps, implementation, *rest),
@@ -173,7 +179,7 @@ class Sampler:
         (which carries what was reached) when the pool runs out, FloatingPointError for logits that are not finite.
         """
         options.check_sampling(stop_tokens, temperature, top_k, top_p, self.config.vocab_size)
-        options.check_room("max_tokens", max_tokens, state.forest, self.max_context)
+        options.check_room("max_tokens", max_tokens, int(state.forest.request_length.max()), self.max_context)
         stops = np.full(max(8, len(stop_tokens)), -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
         sampling = (
@@ -240,10 +246,11 @@ class Sampler:
             if not given.size:
                 raise ValueError(f"tokens[{request}]: expected at least one token, got none")
             checks.tokens(f"tokens[{request}]", given, self.config.vocab_size)
+            length = int(state.forest.request_length[request])
+            options.check_room(f"tokens[{request}]", len(given), length, self.max_context)
         longest = max((len(given) for given in new.values()), default=0)
         if longest == 0:
             return state
-        options.check_room("tokens", longest, state.forest, self.max_context)
         forest, pool = state.forest.reserve(state.pool, longest, requests)
         cache, logits, traffic = state.cache, state.logits, state.traffic
         for first in range(0, longest, MOST_CHUNK_TOKENS):
@@ -317,9 +324,11 @@ class Sampler:
         Requests leave the forest as they finish. Options and errors are those of `start` and `decode`; `on_tokens`
         gets the index of the completion. `progress` shows bars for prefill and decoding.
         """
-        if samples <= 0:
-            raise ValueError(f"samples: expected a positive number, got {samples}")
-        state = self.start([prompt for prompt in prompts for _ in range(samples)], progress=progress)
+        checks.positive("samples", samples)
+        repeated = [prompt for prompt in prompts for _ in range(samples)]
+        options.check_prompts(repeated, self.max_requests, self.max_context, self.config.vocab_size)
+        options.check_room("max_new_tokens", max_new_tokens, max(map(len, prompts)), self.max_context)
+        state = self.start(repeated, progress=progress)
         done = [Completion(r // samples, [], [], "length") for r in state.requests]
         left = max_new_tokens
         with tqdm(total=max_new_tokens * len(done), desc="decode", unit="token", disable=not progress) as bar:
