@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -5,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_quickstart_runs_and_agrees_with_dense_attention():
@@ -24,3 +26,14 @@ def test_sharing_in_the_quickstart_stores_the_document_once():
     names = {}
     exec(re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1).split("plan =")[0], names)
     assert jnp.sum(names["forest"].length) == 1000 + 2 + 1 + 3
+
+
+def test_the_numbers_of_the_tree_of_thoughts_are_those_of_its_result_file():
+    figures = json.loads((ROOT / "benchmarks/results/tree_of_thoughts.json").read_text())
+    rows = [
+        f"| {figures['total']} held-out puzzles | solved | generated tokens | KV tokens read | without sharing |",
+        f"| tree of thoughts | {figures['solved']} | {figures['generated_tokens']:,} "
+        f"| {figures['kv_tokens_read']:,} | {figures['kv_tokens_unshared']:,} |",
+        f"| independent attempts | {figures['baseline_solved']} | {figures['baseline_generated_tokens']:,} | | |",
+    ]
+    assert [row for row in rows if row not in README] == []
