@@ -108,8 +108,10 @@ def forest_attention(
         split = flat[:rows].reshape(batch, tokens, group, *flat.shape[1:])[row_of]
         return jnp.moveaxis(split, 2, 3).reshape(batch, tokens, plan.num_q_heads, *tiles.shape[3:])
 
-    out = jnp.where(plan.is_exact_for(forest), unpack(partial.out), jnp.nan).astype(query.dtype)
-    return (out, (unpack(partial.max), unpack(partial.sum))) if return_residuals else out
+    exact = plan.is_exact_for(forest)
+    out, row_max, row_sum = (jnp.where(exact, unpack(x), jnp.nan) for x in (partial.out, partial.max, partial.sum))
+    out = out.astype(query.dtype)
+    return (out, (row_max, row_sum)) if return_residuals else out
 
 
 def _check(query: Array, key_pages: Array, value_pages: Array, forest: Forest, plan: Plan) -> None:

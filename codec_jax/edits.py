@@ -36,10 +36,17 @@ def fork(forest: Forest, requests: Integers) -> tuple[Forest, Int[np.ndarray, " 
     return forest.rebuild(leaf=leaf), new
 
 
-def reserve(forest: Forest, pool: PagePool, tokens: int, requests: Integers | None) -> tuple[Forest, PagePool]:
+def reserve(
+    forest: Forest, pool: PagePool, tokens: int | Integers, requests: Integers | None
+) -> tuple[Forest, PagePool]:
     """Give each request a leaf of its own with room for `tokens` more tokens."""
-    if tokens < 0:
-        raise ValueError(f"tokens: expected a number of tokens to make room for, got {tokens}")
+    each = np.asarray(tokens)
+    if not np.issubdtype(each.dtype, np.integer) or each.shape not in ((), forest.leaf.shape) or (each < 0).any():
+        raise ValueError(
+            f"tokens: expected a number of tokens to make room for, or one for each of the "
+            f"{forest.request_capacity} request slots, got {tokens}"
+        )
+    each = np.broadcast_to(each, forest.leaf.shape).astype(np.int64)
     pool.check_taken(forest.used_pages)
     parent, length, leaf = forest.parent, forest.length, forest.leaf
     page_count = forest.page_count
@@ -60,7 +67,7 @@ def reserve(forest: Forest, pool: PagePool, tokens: int, requests: Integers | No
     wanted = page_count.astype(np.int64)
     # What a node had in reserve is of no use to it once it has children.
     wanted[inner] = -(-length[inner] // forest.page_size)
-    wanted[owned] = np.maximum(page_count[owned], -(-(length[owned].astype(np.int64) + tokens) // forest.page_size))
+    wanted[owned] = np.maximum(page_count[owned], -(-(length[owned] + each[growing]) // forest.page_size))
     if not len(shares) and (wanted == page_count).all():
         return forest, pool
     nodes = np.arange(len(parent))

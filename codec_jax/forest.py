@@ -341,10 +341,12 @@ class Forest:
         self._require_host()
         return edits.fork(self, requests)
 
-    def reserve(self, pool: PagePool, tokens: int, requests: Integers | None = None) -> tuple[Forest, PagePool]:
-        """Make room for `tokens` more tokens on each of `requests` (default: all), so that steps need not allocate.
+    def reserve(
+        self, pool: PagePool, tokens: int | Integers, requests: Integers | None = None
+    ) -> tuple[Forest, PagePool]:
+        """Make room for more tokens on each of `requests` (default: all), so that steps need not allocate.
 
-        A request that shares its leaf, or ends at an inner node, gets an empty node of its own. Raises
+        `tokens` is a number, or one for each request slot [B]. A request that shares its leaf, or ends at an inner node, gets an empty node of its own. Raises
         OutOfPagesError, with nothing changed, if the pool cannot serve all of it.
         """
         self._require_host()
@@ -362,9 +364,9 @@ class Forest:
     def chunks(self, chunk: int) -> tuple[Forest, Int[np.ndarray, " chunks"]]:
         """View the same pages as a forest with one request for every `chunk` tokens of every node: for prefill.
 
-        A node's last chunk may be shorter. A query of T = `chunk` tokens over this view computes each node's own
-        tokens, once, whoever shares them. Also returns the node that each chunk comes from; chunks of ancestors come
-        first. Raises ValueError if `chunk` is not a multiple of page_size.
+        A query of T = `chunk` tokens over this view computes each node's own tokens, once, whoever shares them. Also
+        returns the node that each chunk comes from, ancestors first; a node's last chunk may be shorter. Raises
+        ValueError if `chunk` is not a multiple of page_size.
         """
         self._require_host()
         return edits.chunks(self, chunk)

@@ -248,15 +248,12 @@ class Sampler:
             checks.tokens(f"tokens[{request}]", given, self.config.vocab_size)
             length = int(state.forest.request_length[request])
             options.check_room(f"tokens[{request}]", len(given), length, self.max_context)
-        longest = max((len(given) for given in new.values()), default=0)
-        if longest == 0:
-            return state
-        forest, pool = state.forest.reserve(state.pool, longest, requests)
+        lengths = np.zeros(self.max_requests, np.int32)
+        lengths[requests] = [len(given) for given in new.values()]
+        forest, pool = state.forest.reserve(state.pool, lengths, requests)
         cache, logits, traffic = state.cache, state.logits, state.traffic
-        for first in range(0, longest, MOST_CHUNK_TOKENS):
-            counts = np.zeros(self.max_requests, np.int32)
-            for request, given in new.items():
-                counts[request] = np.clip(len(given) - first, 0, MOST_CHUNK_TOKENS)
+        for first in range(0, int(lengths.max()), MOST_CHUNK_TOKENS):
+            counts = np.clip(lengths - first, 0, MOST_CHUNK_TOKENS)
             forest = forest.extend(counts)
             growing = np.flatnonzero(counts)
             # Rows hold a power of two tokens, so that few lengths are compiled; tokens are at their right end.
@@ -322,7 +319,8 @@ class Sampler:
         """Complete every prompt `samples` times; completions come prompt by prompt.
 
         Requests leave the forest as they finish. Options and errors are those of `start` and `decode`; `on_tokens`
-        gets the index of the completion. `progress` shows bars for prefill and decoding.
+        gets the index of the completion. `progress` shows bars for prefill and decoding. If the pool runs out, the
+        OutOfPagesError carries the completions so far as `generated`.
         """
         checks.positive("samples", samples)
         repeated = [prompt for prompt in prompts for _ in range(samples)]
@@ -333,16 +331,20 @@ class Sampler:
         left = max_new_tokens
         with tqdm(total=max_new_tokens * len(done), desc="decode", unit="token", disable=not progress) as bar:
             while state.requests and left > 0:
-                state, new = self.decode(
-                    state,
-                    min(self.steps, left),
-                    stop_tokens=stop_tokens,
-                    temperature=temperature,
-                    top_k=top_k,
-                    top_p=top_p,
-                    seed=seed,
-                    on_tokens=on_tokens,
-                )
+                try:
+                    state, new = self.decode(
+                        state,
+                        min(self.steps, left),
+                        stop_tokens=stop_tokens,
+                        temperature=temperature,
+                        top_k=top_k,
+                        top_p=top_p,
+                        seed=seed,
+                        on_tokens=on_tokens,
+                    )
+                except OutOfPagesError as error:
+                    error.generated = done
+                    raise
                 left -= min(self.steps, left)
                 for request in state.requests:
                     done[request].tokens.extend(new.tokens[request])
