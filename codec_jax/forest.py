@@ -346,8 +346,8 @@ class Forest:
     ) -> tuple[Forest, PagePool]:
         """Make room for more tokens on each of `requests` (default: all), so that steps need not allocate.
 
-        `tokens` is a number, or one for each request slot [B]. A request that shares its leaf, or ends at an inner node, gets an empty node of its own. Raises
-        OutOfPagesError, with nothing changed, if the pool cannot serve all of it.
+        `tokens` is a number, or one for each request slot [B]. A request that shares its leaf, or ends at an inner
+        node, gets an empty node of its own. Raises OutOfPagesError, with nothing changed, if the pool cannot serve all.
         """
         self._require_host()
         return edits.reserve(self, pool, tokens, requests)
