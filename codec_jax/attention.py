@@ -8,7 +8,7 @@ from typing import Literal, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from codec_jax import xla
+from codec_jax import mosaic, xla
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.plan import Plan
@@ -66,7 +66,8 @@ def forest_attention(
       forest: the paths, in lengths that include the query tokens.
       plan: from `make_plan` for this forest, head layout and T.
       scale: factor on the scores; defaults to 1 / sqrt(H).
-      implementation: "xla" (any device), or None for the fastest that this device and these shapes allow.
+      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, H 64 or 128, T = 1), "xla" (any device),
+        or None for the fastest that this device and these shapes allow.
       return_residuals: also return the row maximum of the scaled scores and the row sum of their exponentials,
         float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`).
 
@@ -80,17 +81,13 @@ def forest_attention(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
-    if implementation not in (None, "xla"):
-        raise ValueError(
-            f"implementation: expected 'xla' or None, got {implementation!r}; this version has no GPU kernels"
-        )
+    implementation = _choose(implementation, query, key_pages, plan)
 
     batch, tokens, _, head_dim = query.shape
     group, num_kv_heads = plan.group, plan.num_kv_heads
     rows = batch * tokens * group
     padding = plan.num_tiles * plan.tile_rows - rows
-    row_of = jnp.asarray(forest.query_order)
-    request_of = jnp.zeros(batch, jnp.int32).at[row_of].set(jnp.arange(batch, dtype=jnp.int32))
+    row_of, request_of = jnp.asarray(forest.query_order), jnp.asarray(forest.request_of_row)
 
     # Requests to rows: [B, T, K, G, H] -> [B x T x G, K, H] in depth-first order -> [tiles, K, R, H].
     packed = query.reshape(batch, tokens, num_kv_heads, group, head_dim)[request_of]
@@ -100,7 +97,10 @@ def forest_attention(
     position = jnp.repeat(jnp.asarray(forest.positions(tokens))[request_of].reshape(-1), group)
     position = jnp.pad(position, (0, padding), constant_values=-1).reshape(plan.num_tiles, plan.tile_rows)
 
-    partial = xla.attend(tiled, key_pages, value_pages, position, forest, plan, scale)
+    if implementation == "mosaic":
+        partial = mosaic.attend(tiled, key_pages, value_pages, forest, plan, scale)
+    else:
+        partial = xla.attend(tiled, key_pages, value_pages, position, forest, plan, scale)
 
     def unpack(tiles: Array) -> Array:
         """Rows back to requests: [tiles, K, R, *] -> [B, T, N, *]."""
@@ -108,10 +108,29 @@ def forest_attention(
         split = flat[:rows].reshape(batch, tokens, group, *flat.shape[1:])[row_of]
         return jnp.moveaxis(split, 2, 3).reshape(batch, tokens, plan.num_q_heads, *tiles.shape[3:])
 
-    exact = plan.is_exact_for(forest)
-    out, row_max, row_sum = (jnp.where(exact, unpack(x), jnp.nan) for x in (partial.out, partial.max, partial.sum))
-    out = out.astype(query.dtype)
-    return (out, (row_max, row_sum)) if return_residuals else out
+    in_use, exact = jnp.asarray(forest.active), plan.is_exact_for(forest)
+
+    def finished(tiles: Array, free: float) -> Array:
+        """Fill free request slots, whose rows shared tiles with others, and spoil what a stale plan gave."""
+        rows = unpack(tiles)
+        rows = jnp.where(in_use.reshape(-1, *[1] * (rows.ndim - 1)), rows, free)
+        return jnp.where(exact, rows, jnp.nan)
+
+    out = finished(partial.out, 0.0).astype(query.dtype)
+    residuals = finished(partial.max, -jnp.inf), finished(partial.sum, 0.0)
+    return (out, residuals) if return_residuals else out
+
+
+def _choose(implementation: str | None, query: Array, key_pages: Array, plan: Plan) -> str:
+    """Return the implementation to run. Raises ValueError, with the reason, for one that cannot serve."""
+    if implementation not in (None, "mosaic", "xla"):
+        raise ValueError(f"implementation: expected 'mosaic', 'xla' or None, got {implementation!r}")
+    if implementation == "xla":
+        return "xla"
+    reason = mosaic.why_not(query, key_pages, plan)
+    if implementation == "mosaic" and reason:
+        raise ValueError(f"implementation: 'mosaic' cannot serve: {reason}; pass 'xla' or None")
+    return "xla" if reason else "mosaic"
 
 
 def _check(query: Array, key_pages: Array, value_pages: Array, forest: Forest, plan: Plan) -> None:

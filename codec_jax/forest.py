@@ -55,6 +55,7 @@ class Forest:
     pages: Int[HostOrDevice, " entries"]  # physical page ids, node after node
     leaf: Int[HostOrDevice, " B"]  # the node at which the request ends, or NO_NODE
     query_order: Int[HostOrDevice, " B"]  # request -> row
+    request_of_row: Int[HostOrDevice, " B"]  # row -> request
     structure: Int[HostOrDevice, ""]  # checksum of everything above that a plan relies on, lengths left out
     page_size: int = field(metadata={"static": True})
 
@@ -209,6 +210,7 @@ class Forest:
             pages=pages,
             leaf=leaf,
             query_order=order.query_order.astype(np.int32),
+            request_of_row=np.argsort(order.query_order).astype(np.int32),
             structure=np.asarray(checksum, np.uint32).view(np.int32),
             page_size=page_size,
         )

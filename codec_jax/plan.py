@@ -285,9 +285,8 @@ def _query_positions(
     forest: Forest, query_tokens: int, rows_per_request: int, tile_rows: int, num_tiles: int
 ) -> tuple[Int[np.ndarray, " tiles"], Int[np.ndarray, " tiles"]]:
     """Return the least and the greatest position of each tile's query tokens; free slots do not count."""
-    request_of_row = np.argsort(forest.query_order)
-    used = (forest.leaf >= 0)[request_of_row]
-    position = forest.positions(query_tokens)[request_of_row]
+    used = (forest.leaf >= 0)[forest.request_of_row]
+    position = forest.positions(query_tokens)[forest.request_of_row]
     rows = np.repeat(position.reshape(-1), rows_per_request // query_tokens)
     used = np.repeat(used, rows_per_request)
     padding = num_tiles * tile_rows - len(rows)

@@ -37,3 +37,12 @@ def test_the_numbers_of_the_tree_of_thoughts_are_those_of_its_result_file():
         f"| independent attempts | {figures['baseline_solved']} | {figures['baseline_generated_tokens']:,} | | |",
     ]
     assert [row for row in rows if row not in README] == []
+
+
+def test_the_times_on_an_h200_are_those_of_their_result_file():
+    measured = json.loads((ROOT / "benchmarks/results/attention_h200.json").read_text())["rows"][:7]
+    rows = [
+        f"| {row['name']} | {row['kernel_us']:.1f} | {row['roofline_us']:.1f} | {row['cudnn_us']:.1f} |"
+        for row in measured
+    ]
+    assert [row for row in rows if row not in README] == []

@@ -40,7 +40,7 @@ def prefill_waves(forest: Forest, prompts: Sequence[Integers]) -> list[Wave]:
     view, node_of_chunk = forest.chunks(chunk)
     num_chunks = len(node_of_chunk)
     positions = np.maximum(view.positions(chunk), 0)
-    reader = np.argsort(forest.query_order)[forest.row_lo[node_of_chunk]]  # a request that passes through the chunk
+    reader = forest.request_of_row[forest.row_lo[node_of_chunk]]  # a request that passes through the chunk
     last_chunk = np.zeros(forest.node_capacity, np.int64)
     last_chunk[node_of_chunk] = np.arange(num_chunks)
     chunk_of_request = np.where(forest.active, last_chunk[forest.leaf], -1)

@@ -1,0 +1,1 @@
+"""Commands that measure; results are written to benchmarks/results/."""

@@ -1,0 +1,21 @@
+"""The differences between the JAX versions that the kernels run on, 0.10.2 to the newest."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+_BEFORE_0_11 = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
+
+
+def transposed(ref: Any) -> Any:
+    """View a two-dimensional reference with its dimensions swapped."""
+    return plgpu.transpose_ref(ref, (1, 0)) if _BEFORE_0_11 else ref.transpose((1, 0))
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Load a whole reference from global memory into registers of the given layout."""
+    if _BEFORE_0_11:
+        return plgpu.load(ref, (), layout=layout, optimized=False)
+    load_ref: Any = plgpu.load  # the versions differ in its signature
+    return load_ref(ref, layout=layout, optimized=False)
