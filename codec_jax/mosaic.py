@@ -1,4 +1,7 @@
-"""The plan on Hopper GPUs: its segments go to the Pallas kernels as they are."""
+"""The plan on Hopper GPUs: its segments go to the Pallas kernels as they are.
+
+The kernels are imported where they are used, since a JAX that was built without GPU support may not have their dialect.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from jaxtyping import Array, Float
 from codec_jax.forest import Forest
 from codec_jax.partial import Partial
 from codec_jax.plan import Plan
-from pallas_kernels import pac_mosaic, por_mosaic
 
 _LN2 = 0.6931471805599453
 
@@ -19,15 +21,17 @@ def why_not(query: Array, key_pages: Array, plan: Plan) -> str | None:
     device, block = jax.devices()[0], plan.page_id.shape[1] * plan.page_size
     if device.platform != "gpu" or not str(device.compute_capability).startswith("9."):
         return f"it needs a Hopper GPU (sm_90), the default device is {device.device_kind}"
+    from pallas_kernels import pac_mosaic
+
     if query.dtype not in (jnp.bfloat16, jnp.float16) or key_pages.dtype != query.dtype:
         return f"it takes bfloat16 or float16, the same for all, got {query.dtype} and {key_pages.dtype}"
     if plan.head_dim not in (64, 128):
         return f"it takes head sizes 64 and 128, got {plan.head_dim}"
     if plan.query_tokens != 1:
         return f"it takes one query token per request, got {plan.query_tokens}"
-    if plan.tile_rows != pac_mosaic.TILE_ROWS or block > 128:
+    if plan.tile_rows != pac_mosaic.TILE_ROWS or block != 128:
         return (
-            f"it takes plans of {pac_mosaic.TILE_ROWS} rows and blocks of at most 128 tokens, "
+            f"it takes plans of {pac_mosaic.TILE_ROWS} rows and blocks of 128 tokens (so a page size that divides 128), "
             f"got {plan.tile_rows} and {block}"
         )
     return None
@@ -42,6 +46,8 @@ def attend(
     scale: float,
 ) -> Partial:
     """Run the plan's segments and merge them: attention of all row tiles, as partials [tiles, K, R]."""
+    from pallas_kernels import pac_mosaic, por_mosaic
+
     num_tiles, num_kv_heads, num_rows, head_dim = query.shape
     packed = query.transpose(1, 0, 2, 3).reshape(num_kv_heads, num_tiles * num_rows, head_dim)
     # Which rows see each token of each block; none, where a page is not full.
