@@ -31,8 +31,8 @@ def why_not(query: Array, key_pages: Array, plan: Plan) -> str | None:
         return f"it takes one query token per request, got {plan.query_tokens}"
     if plan.tile_rows != pac_mosaic.TILE_ROWS or block != 128:
         return (
-            f"it takes plans of {pac_mosaic.TILE_ROWS} rows and blocks of 128 tokens (so a page size that divides 128), "
-            f"got {plan.tile_rows} and {block}"
+            f"it takes plans of {pac_mosaic.TILE_ROWS} rows and blocks of 128 tokens, and so page sizes that divide "
+            f"128, got {plan.tile_rows} rows and blocks of {block} tokens"
         )
     return None
 

@@ -159,6 +159,16 @@ def test_results_are_the_same_from_run_to_run():
 
 
 @pytest.mark.gpu
+def test_a_page_size_that_does_not_divide_a_block_is_left_to_xla():
+    forest = Forest.from_nodes([-1], [40], [0], page_size=24)
+    query, pages = jnp.ones((1, 1, 8, 128), jnp.bfloat16), jnp.ones((4, 24, 2, 128), jnp.bfloat16)
+    plan = make_plan(forest, (8, 2, 128))
+    np.testing.assert_allclose(np.asarray(attend(query, pages, pages, forest, plan), np.float32), 1.0)
+    with pytest.raises(ValueError, match="page sizes that divide 128, got 64 rows and blocks of 120 tokens"):
+        forest_attention(query, pages, pages, forest, plan, implementation="mosaic")
+
+
+@pytest.mark.gpu
 def test_none_chooses_the_kernels_where_they_serve():
     forest = Forest.from_nodes([-1], [40], [0])
     query, pages = jnp.zeros((1, 1, 8, 128), jnp.bfloat16), jnp.zeros((4, 16, 2, 128), jnp.bfloat16)
