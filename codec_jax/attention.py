@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, overload
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -82,19 +83,20 @@ def forest_attention(
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     implementation = _choose(implementation, query, key_pages, plan)
+    forest, plan = jax.tree.map(jnp.asarray, (forest, plan))
 
     batch, tokens, _, head_dim = query.shape
     group, num_kv_heads = plan.group, plan.num_kv_heads
     rows = batch * tokens * group
     padding = plan.num_tiles * plan.tile_rows - rows
-    row_of, request_of = jnp.asarray(forest.query_order), jnp.asarray(forest.request_of_row)
+    row_of, request_of = forest.query_order, forest.request_of_row
 
     # Requests to rows: [B, T, K, G, H] -> [B x T x G, K, H] in depth-first order -> [tiles, K, R, H].
     packed = query.reshape(batch, tokens, num_kv_heads, group, head_dim)[request_of]
     packed = packed.transpose(0, 1, 3, 2, 4).reshape(rows, num_kv_heads, head_dim)
     packed = jnp.pad(packed, ((0, padding), (0, 0), (0, 0)))
     tiled = packed.reshape(plan.num_tiles, plan.tile_rows, num_kv_heads, head_dim).transpose(0, 2, 1, 3)
-    position = jnp.repeat(jnp.asarray(forest.positions(tokens))[request_of].reshape(-1), group)
+    position = jnp.repeat(forest.positions(tokens)[request_of].reshape(-1), group)
     position = jnp.pad(position, (0, padding), constant_values=-1).reshape(plan.num_tiles, plan.tile_rows)
 
     if implementation == "mosaic":
@@ -108,7 +110,7 @@ def forest_attention(
         split = flat[:rows].reshape(batch, tokens, group, *flat.shape[1:])[row_of]
         return jnp.moveaxis(split, 2, 3).reshape(batch, tokens, plan.num_q_heads, *tiles.shape[3:])
 
-    in_use, exact = jnp.asarray(forest.active), plan.is_exact_for(forest)
+    in_use, exact = forest.active, plan.is_exact_for(forest)
 
     def finished(tiles: Array, free: float) -> Array:
         """Fill free request slots, whose rows shared tiles with others, and spoil what a stale plan gave."""

@@ -11,15 +11,13 @@ import numpy as np
 from jaxtyping import Int
 
 from codec_jax import checks
-from codec_jax.arrays import Integers
+from codec_jax.arrays import Integers, expand
 from codec_jax.errors import OutOfSlotsError
-from codec_jax.order import depths
+from codec_jax.order import FREE, NO_NODE, ROOT, depth_first, depths
 from codec_jax.pages import PagePool
 
 if TYPE_CHECKING:
     from codec_jax.forest import Forest
-
-_ROOT, _FREE, _NO_NODE = -1, -2, -1
 
 
 def fork(forest: Forest, requests: Integers) -> tuple[Forest, Int[np.ndarray, " forks"]]:
@@ -54,11 +52,11 @@ def reserve(
     shares = growing[forest.row_hi[leaf[growing]] - forest.row_lo[leaf[growing]] > 1]
     inner = np.unique(leaf[shares])
     if len(shares):
-        free = np.flatnonzero(parent == _FREE)
+        free = np.flatnonzero(parent == FREE)
         missing = len(shares) - len(free)
         if missing > 0:
             free = np.concatenate([free, len(parent) + np.arange(missing)])
-            parent = np.concatenate([parent, np.full(missing, _FREE, np.int32)])
+            parent = np.concatenate([parent, np.full(missing, FREE, np.int32)])
             length, page_count = (np.concatenate([x, np.zeros(missing, np.int32)]) for x in (length, page_count))
         own = free[: len(shares)]
         parent, leaf = parent.copy(), leaf.copy()
@@ -71,8 +69,7 @@ def reserve(
     if not len(shares) and (wanted == page_count).all():
         return forest, pool
     nodes = np.arange(len(parent))
-    owner = np.repeat(nodes, page_count)
-    nth = np.arange(len(owner)) - (np.cumsum(page_count) - page_count)[owner]
+    owner, nth = expand(page_count)
     keep = nth < wanted[owner]
     added = np.maximum(wanted - page_count, 0)
     pool, fresh = pool.release(forest.used_pages[~keep]).allocate(int(added.sum()))
@@ -86,14 +83,14 @@ def retire(forest: Forest, pool: PagePool, requests: Integers) -> tuple[Forest, 
     """Remove requests and what only they read."""
     gone = checks.requests_in_use(requests, forest.leaf)
     leaf = forest.leaf.copy()
-    leaf[gone] = _NO_NODE
+    leaf[gone] = NO_NODE
     # Only nodes that lost their last reader go: a tree given by hand may hold nodes that never had one.
     read = forest.row_hi > forest.row_lo
-    thinner = forest.rebuild(leaf=leaf)
-    dead = read & (thinner.row_hi == thinner.row_lo)
+    order = depth_first(forest.parent, forest.length, leaf)
+    dead = read & (order.row_hi == order.row_lo)
     keep = ~np.repeat(dead, forest.page_count)
     pool = pool.release(forest.used_pages[~keep])
-    parent = np.where(dead, _FREE, np.where((forest.parent >= 0) & dead[forest.parent], _ROOT, forest.parent))
+    parent = np.where(dead, FREE, np.where((forest.parent >= 0) & dead[forest.parent], ROOT, forest.parent))
     thinner = forest.rebuild(
         parent=parent,
         length=np.where(dead, 0, forest.length),
@@ -110,10 +107,10 @@ def _merge_chains(forest: Forest) -> Forest:
     children = np.bincount(parent[parent >= 0], minlength=len(parent))
     ends = np.bincount(forest.leaf[forest.leaf >= 0], minlength=len(parent))
     full = length == page_count * forest.page_size
-    mergeable = (parent != _FREE) & (children == 1) & (ends == 0) & full & (forest.row_hi > forest.row_lo)
+    mergeable = (parent != FREE) & (children == 1) & (ends == 0) & full & (forest.row_hi > forest.row_lo)
     if not mergeable.any():
         return forest
-    only_child = np.full(len(parent), _NO_NODE)
+    only_child = np.full(len(parent), NO_NODE)
     linked = np.flatnonzero(parent >= 0)
     only_child[parent[linked]] = linked
     pages: dict[int, np.ndarray] = {}
@@ -126,7 +123,7 @@ def _merge_chains(forest: Forest) -> Forest:
         above = parent[node]
         if above >= 0:
             only_child[above] = child
-        parent[child], parent[node] = above, _FREE
+        parent[child], parent[node] = above, FREE
         length[child] += length[node]
         page_count[child] += page_count[node]
         length[node] = page_count[node] = 0
@@ -147,10 +144,10 @@ def chunks(forest: Forest, chunk: int) -> tuple[Forest, Int[np.ndarray, " chunks
     length: list[int] = []
     pages: list[np.ndarray] = []
     source: list[int] = []
-    last = np.full(forest.node_capacity, _ROOT)
+    last = np.full(forest.node_capacity, ROOT)
     read = np.flatnonzero(forest.row_hi > forest.row_lo)
     for node in read[np.argsort(depths(forest.parent)[read], kind="stable")]:
-        above = int(last[forest.parent[node]]) if forest.parent[node] >= 0 else _ROOT
+        above = int(last[forest.parent[node]]) if forest.parent[node] >= 0 else ROOT
         entries = forest.pages_of(node)
         for begin in range(0, int(forest.length[node]), chunk):
             size, first = min(chunk, int(forest.length[node]) - begin), begin // forest.page_size

@@ -28,13 +28,9 @@ from jaxtyping import Int
 from codec_jax import checks, edits
 from codec_jax.arrays import HostOrDevice, Integers
 from codec_jax.capacity import bucket
-from codec_jax.order import depth_first
+from codec_jax.order import FREE, NO_NODE, depth_first
 from codec_jax.pages import NO_SLOT, PagePool
 from codec_jax.prefixes import shared_pages, shared_runs
-
-ROOT = -1  # parent of a node that has none
-FREE = -2  # parent of a node slot that is not in use
-NO_NODE = -1  # leaf of a request slot that is not in use
 
 #: The length of a leaf whose `extend` could not be honoured: no plan allows it, so attention returns NaN.
 _IMPOSSIBLE = np.int32(1 << 28)

@@ -51,23 +51,23 @@ def attend(
     num_tiles, num_kv_heads, num_rows, head_dim = query.shape
     packed = query.transpose(1, 0, 2, 3).reshape(num_kv_heads, num_tiles * num_rows, head_dim)
     # Which rows see each token of each block; none, where a page is not full.
-    node_length = jnp.asarray(forest.length)[jnp.asarray(plan.page_node)]
-    token = jnp.asarray(plan.page_token)[..., None] + jnp.arange(plan.page_size, dtype=jnp.int32)
-    readers = jnp.asarray(plan.page_lo + plan.page_hi * pac_mosaic.LAST_READER)
+    node_length = forest.length[plan.page_node]
+    token = plan.page_token[..., None] + jnp.arange(plan.page_size, dtype=jnp.int32)
+    readers = plan.page_lo + plan.page_hi * pac_mosaic.LAST_READER
     columns = jnp.where(token < node_length[..., None], readers[..., None], 0).reshape(-1)
     segments = pac_mosaic.Segments(
-        tile=jnp.asarray(plan.segment_tile),
-        head=jnp.asarray(plan.segment_head),
-        lo=jnp.asarray(plan.segment_lo),
-        masked=jnp.asarray(plan.segment_masked),
-        hi=jnp.asarray(plan.segment_hi),
-        cta_ptr=jnp.asarray(plan.cta_ptr),
+        tile=plan.segment_tile,
+        head=plan.segment_head,
+        lo=plan.segment_lo,
+        masked=plan.segment_masked,
+        hi=plan.segment_hi,
+        cta_ptr=plan.cta_ptr,
     )
-    partials = pac_mosaic.pac(packed, key_pages, value_pages, jnp.asarray(plan.page_id), columns, segments, scale=scale)
+    partials = pac_mosaic.pac(packed, key_pages, value_pages, plan.page_id, columns, segments, scale=scale)
     out, row_max, row_sum = por_mosaic.por(
         *partials,
-        jnp.asarray(plan.merge_ptr),
-        jnp.asarray(plan.merge_segment),
+        plan.merge_ptr,
+        plan.merge_segment,
         num_kv_heads=num_kv_heads,
         dtype=query.dtype,
     )

@@ -10,6 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+ROOT = -1  # parent of a node that has none
+FREE = -2  # parent of a node slot that is not in use
+NO_NODE = -1  # leaf of a request slot that is not in use
+
 
 class Order(NamedTuple):
     """What `depth_first` finds; rows number the requests that are in use, depth first."""

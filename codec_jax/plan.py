@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from codec_jax import checks
-from codec_jax.arrays import HostOrDevice
+from codec_jax.arrays import HostOrDevice, expand
 from codec_jax.capacity import bucket
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
@@ -243,9 +243,9 @@ def _pages_of_tiles(
     tiles_of_node = (hi - 1) // tile_rows - first_tile + 1
 
     # (tile, node) pairs, then (tile, page) pairs.
-    pair, nth_tile = _expand(tiles_of_node)
+    pair, nth_tile = expand(tiles_of_node)
     tile = first_tile[pair] + nth_tile
-    entry_pair, nth_page = _expand(node_pages[node[pair]])
+    entry_pair, nth_page = expand(node_pages[node[pair]])
     tile, source = tile[entry_pair], pair[entry_pair]
     node, lo, hi = node[source], lo[source], hi[source]
     token = nth_page * page_size
@@ -273,12 +273,6 @@ def _pages_of_tiles(
         "lo": np.maximum(lo - tile_lo, 0)[order],
         "hi": np.minimum(hi - tile_lo, tile_rows)[order],
     }
-
-
-def _expand(counts: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " total"], Int[np.ndarray, " total"]]:
-    """Return, for each of sum(counts) items, the index of its group and its number within the group."""
-    group = np.repeat(np.arange(len(counts)), counts)
-    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
 
 def _query_positions(

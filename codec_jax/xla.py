@@ -7,6 +7,7 @@ segment ends. Each page is gathered once per row tile and kv head, however many 
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -28,23 +29,22 @@ def attend(
     """Run the plan's segments and merge them: attention of all row tiles, as partials [tiles, K, R]."""
     num_tiles, num_kv_heads, num_rows, head_dim = query.shape
     num_segments = plan.segment_tile.shape[0]
-    last_segment = jnp.asarray(plan.cta_ptr)[1:]  # [C], exclusive
+    last_segment = plan.cta_ptr[1:]  # [C], exclusive
     num_lanes = last_segment.shape[0]
-    plan_segment_lo, plan_segment_hi = jnp.asarray(plan.segment_lo), jnp.asarray(plan.segment_hi)
     row = jnp.arange(num_rows, dtype=jnp.int32)
 
     def block_mask(block: Array, tile: Array) -> Array:
         """Which rows see which tokens of each lane's block: [C, R, S]."""
-        node, first = jnp.asarray(plan.page_node)[block], jnp.asarray(plan.page_token)[block]  # [C, slots]
+        node, first = plan.page_node[block], plan.page_token[block]  # [C, slots]
         token = first[..., None] + jnp.arange(plan.page_size, dtype=jnp.int32)  # [C, slots, page_size]
-        in_node = token < jnp.asarray(forest.length)[node][..., None]
+        in_node = token < forest.length[node][..., None]
         # A token past its node's end has an empty interval of readers.
-        lo = jnp.asarray(plan.page_lo)[block][..., None]
-        hi = jnp.where(in_node, jnp.asarray(plan.page_hi)[block][..., None], 0)
+        lo = plan.page_lo[block][..., None]
+        hi = jnp.where(in_node, plan.page_hi[block][..., None], 0)
         lo, hi = (jnp.broadcast_to(x, token.shape).reshape(num_lanes, 1, -1) for x in (lo, hi))
         mask = (row[:, None] >= lo) & (row[:, None] < hi)
         if plan.query_tokens > 1:
-            position = (jnp.asarray(forest.start)[node][..., None] + token).reshape(num_lanes, 1, -1)
+            position = (forest.start[node][..., None] + token).reshape(num_lanes, 1, -1)
             mask &= position <= query_position[tile][..., None]
         return mask
 
@@ -52,9 +52,9 @@ def attend(
         segment, block, running, done = carry
         working = segment < last_segment  # [C]
         at = jnp.minimum(segment, num_segments - 1)
-        tile = jnp.minimum(jnp.asarray(plan.segment_tile)[at], num_tiles - 1)
-        head = jnp.asarray(plan.segment_head)[at]
-        page = jnp.asarray(plan.page_id)[block]  # [C, slots]
+        tile = jnp.minimum(plan.segment_tile[at], num_tiles - 1)
+        head = plan.segment_head[at]
+        page = plan.page_id[block]  # [C, slots]
         tokens = (num_lanes, -1, head_dim)
         partial = pac(
             query[tile, head],  # [C, R, H]
@@ -65,38 +65,26 @@ def attend(
         )
         running = por(running, partial)
         # Where a segment ends, its partial is stored and the lane starts afresh with the next one.
-        ends = block + 1 == plan_segment_hi[at]
+        ends = block + 1 == plan.segment_hi[at]
         target = jnp.where(working & ends, segment, num_segments)
-        done = Partial(
-            *(
-                stored.at[target].set(new, mode="drop")
-                for stored, new in zip(_fields(done), _fields(running), strict=True)
-            )
-        )
+        done = jax.tree.map(lambda stored, new: stored.at[target].set(new, mode="drop"), done, running)
         empty = Partial.empty((num_lanes, num_rows), head_dim)
-        running = Partial(
-            *(
-                jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), start, new)
-                for start, new in zip(_fields(empty), _fields(running), strict=True)
-            )
+        running = jax.tree.map(
+            lambda start, new: jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), start, new), empty, running
         )
         segment = jnp.where(ends, segment + 1, segment)
-        next_block = plan_segment_lo[jnp.minimum(segment, num_segments - 1)]
+        next_block = plan.segment_lo[jnp.minimum(segment, num_segments - 1)]
         block = jnp.where(ends, next_block, block + 1)
         return segment, jnp.where(working, block, 0), running, done
 
-    first = jnp.asarray(plan.cta_ptr)[:-1]
+    first = plan.cta_ptr[:-1]
     carry = (
         first,
-        plan_segment_lo[jnp.minimum(first, num_segments - 1)],
+        plan.segment_lo[jnp.minimum(first, num_segments - 1)],
         Partial.empty((num_lanes, num_rows), head_dim),
         Partial.empty((num_segments, num_rows), head_dim),
     )
     _, _, _, done = lax.while_loop(lambda carry: (carry[0] < last_segment).any(), step, carry)
-    stream = jnp.asarray(plan.segment_tile) * num_kv_heads + jnp.asarray(plan.segment_head)
+    stream = plan.segment_tile * num_kv_heads + plan.segment_head
     merged = por_segments(done, stream, num_tiles * num_kv_heads)
-    return Partial(*(x.reshape(num_tiles, num_kv_heads, *x.shape[1:]) for x in _fields(merged)))
-
-
-def _fields(partial: Partial) -> tuple[Array, Array, Array]:
-    return partial.out, partial.max, partial.sum
+    return jax.tree.map(lambda x: x.reshape(num_tiles, num_kv_heads, *x.shape[1:]), merged)

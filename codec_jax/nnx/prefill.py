@@ -16,7 +16,8 @@ from jaxtyping import Bool, Int
 
 from codec_jax.arrays import Integers
 from codec_jax.capacity import bucket
-from codec_jax.forest import NO_NODE, Forest
+from codec_jax.forest import Forest
+from codec_jax.order import NO_NODE
 from codec_jax.pages import NO_SLOT
 
 #: A chunk is at most this many tokens of one node, and a wave at most this many tokens of all.

@@ -26,11 +26,12 @@ from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.capacity import bucket
 from codec_jax.errors import OutOfPagesError
-from codec_jax.forest import NO_NODE, Forest
+from codec_jax.forest import Forest
 from codec_jax.nnx import options
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.prefill import MOST_CHUNK_TOKENS, prefill_waves
 from codec_jax.nnx.steps import decode_loop, prefill_step
+from codec_jax.order import NO_NODE
 from codec_jax.pages import KVPages, PagePool
 from codec_jax.plan import Plan, Tiling, make_plan
 from codec_jax.traffic import Traffic, count_decode, count_pass
