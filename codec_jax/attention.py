@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from codec_jax import mosaic, xla
+from codec_jax import mosaic, rows, xla
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.plan import Plan
@@ -67,7 +67,7 @@ def forest_attention(
       forest: the paths, in lengths that include the query tokens.
       plan: from `make_plan` for this forest, head layout and T.
       scale: factor on the scores; defaults to 1 / sqrt(H).
-      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, H 64 or 128, T = 1), "xla" (any device),
+      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, H 64, 128 or 256), "xla" (any device),
         or None for the fastest that this device and these shapes allow.
       return_residuals: also return the row maximum of the scaled scores and the row sum of their exponentials,
         float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`).
@@ -85,42 +85,26 @@ def forest_attention(
     implementation = _choose(implementation, query, key_pages, plan)
     forest, plan = jax.tree.map(jnp.asarray, (forest, plan))
 
-    batch, tokens, _, head_dim = query.shape
-    group, num_kv_heads = plan.group, plan.num_kv_heads
-    rows = batch * tokens * group
-    padding = plan.num_tiles * plan.tile_rows - rows
-    row_of, request_of = forest.query_order, forest.request_of_row
-
-    # Requests to rows: [B, T, K, G, H] -> [B x T x G, K, H] in depth-first order -> [tiles, K, R, H].
-    packed = query.reshape(batch, tokens, num_kv_heads, group, head_dim)[request_of]
-    packed = packed.transpose(0, 1, 3, 2, 4).reshape(rows, num_kv_heads, head_dim)
-    packed = jnp.pad(packed, ((0, padding), (0, 0), (0, 0)))
-    tiled = packed.reshape(plan.num_tiles, plan.tile_rows, num_kv_heads, head_dim).transpose(0, 2, 1, 3)
-    position = jnp.repeat(forest.positions(tokens)[request_of].reshape(-1), group)
-    position = jnp.pad(position, (0, padding), constant_values=-1).reshape(plan.num_tiles, plan.tile_rows)
-
+    # Long pages are seen as several short ones.
+    slots = (-1, plan.slot_tokens, *key_pages.shape[2:])
+    key_pages, value_pages = key_pages.reshape(slots), value_pages.reshape(slots)
     if implementation == "mosaic":
-        partial = mosaic.attend(tiled, key_pages, value_pages, forest, plan, scale)
+        out, row_max, row_sum = mosaic.attend(query, key_pages, value_pages, forest, plan, scale)
     else:
+        tiled, position = rows.pack(query, forest, plan), rows.positions(forest, plan)
         partial = xla.attend(tiled, key_pages, value_pages, position, forest, plan, scale)
+        out, row_max, row_sum = rows.unpack(partial.out, forest, plan), partial.max, partial.sum
+        out = _finish(out, 0.0, forest, plan).astype(query.dtype)
+    if not return_residuals:
+        return out
+    row_max, row_sum = rows.unpack(row_max, forest, plan), rows.unpack(row_sum, forest, plan)
+    return out, (_finish(row_max, -jnp.inf, forest, plan), _finish(row_sum, 0.0, forest, plan))
 
-    def unpack(tiles: Array) -> Array:
-        """Rows back to requests: [tiles, K, R, *] -> [B, T, N, *]."""
-        flat = jnp.moveaxis(tiles, 1, 2).reshape(plan.num_tiles * plan.tile_rows, num_kv_heads, *tiles.shape[3:])
-        split = flat[:rows].reshape(batch, tokens, group, *flat.shape[1:])[row_of]
-        return jnp.moveaxis(split, 2, 3).reshape(batch, tokens, plan.num_q_heads, *tiles.shape[3:])
 
-    in_use, exact = forest.active, plan.is_exact_for(forest)
-
-    def finished(tiles: Array, free: float) -> Array:
-        """Fill free request slots, whose rows shared tiles with others, and spoil what a stale plan gave."""
-        rows = unpack(tiles)
-        rows = jnp.where(in_use.reshape(-1, *[1] * (rows.ndim - 1)), rows, free)
-        return jnp.where(exact, rows, jnp.nan)
-
-    out = finished(partial.out, 0.0).astype(query.dtype)
-    residuals = finished(partial.max, -jnp.inf), finished(partial.sum, 0.0)
-    return (out, residuals) if return_residuals else out
+def _finish(values: Float[Array, "B T N *rest"], free: float, forest: Forest, plan: Plan) -> Array:
+    """Fill free request slots, whose rows shared tiles with others, and spoil what a stale plan gave."""
+    in_use = forest.active.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(plan.is_exact_for(forest), jnp.where(in_use, values, free), jnp.nan)
 
 
 def _choose(implementation: str | None, query: Array, key_pages: Array, plan: Plan) -> str:

@@ -36,15 +36,19 @@ def depth_first(
     jumps = _doublings(parent)
     readers = _sum_below(jumps, ending)
 
-    # Within a node, the requests that end there come first, then each child's readers in the order of node ids.
-    by_parent = np.argsort(parent, kind="stable")
+    # Within a node, the requests that end there come first, then each child's readers; the child that the earliest
+    # request reads goes first, so that rows follow the caller's order as far as the tree allows.
+    earliest = np.full(num_nodes, len(leaf))
+    np.minimum.at(earliest, leaf[used], np.flatnonzero(used))
+    earliest = _least_below(jumps, earliest)
+    by_parent = np.lexsort((earliest, np.maximum(parent, -1)))
     before = np.cumsum(readers[by_parent]) - readers[by_parent]
-    sorted_parent = parent[by_parent]
+    sorted_parent = np.maximum(parent, -1)[by_parent]
     first_sibling = np.searchsorted(sorted_parent, sorted_parent)
     offset = np.empty(num_nodes, np.int64)
     offset[by_parent] = before - before[first_sibling] + np.where(sorted_parent >= 0, ending[sorted_parent], 0)
-    is_root = parent < 0
-    offset[is_root] = np.cumsum(readers[is_root]) - readers[is_root]
+    roots = by_parent[: np.searchsorted(sorted_parent, 0)]
+    offset[roots] = np.cumsum(readers[roots]) - readers[roots]
 
     row_lo = offset + _sum_above(jumps, offset)
     by_leaf = np.argsort(np.where(used, leaf, num_nodes), kind="stable")
@@ -77,6 +81,15 @@ def _sum_below(jumps: list[np.ndarray], value: Int[np.ndarray, " nodes"]) -> Int
         linked = jump >= 0
         total = total + np.bincount(jump[linked], total[linked], len(total)).astype(np.int64)
     return total
+
+
+def _least_below(jumps: list[np.ndarray], value: Int[np.ndarray, " nodes"]) -> Int[np.ndarray, " nodes"]:
+    """Return the least `value` among each node's descendants and the node itself."""
+    least = value.copy()
+    for jump in jumps:
+        linked = np.flatnonzero(jump >= 0)
+        np.minimum.at(least, jump[linked], least[linked])
+    return least
 
 
 def _doublings(parent: Int[np.ndarray, " nodes"]) -> list[Int[np.ndarray, " nodes"]]:

@@ -97,10 +97,11 @@ class PagePool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPages:
-    """K and V of one layer, `[num_pages, page_size, K, H]` each; every value must be finite.
+    """K and V of one layer, `[num_pages, page_size, K, H]` each; every entry of `value` must be finite.
 
-    Pages past a node's end are read and masked, and a NaN there would survive the mask (0 x NaN), so memory that
-    never held tokens must be zero, as `zeros` makes it.
+    Requests that share a tile of query rows pass over each other's pages with weights of 0, and so do all of them
+    over slots past a node's end. A NaN or infinity in `value` would survive that (0 x NaN is NaN) and reach another
+    request: `zeros` and `write` let none in. One in `key` stays with the requests that read it.
     """
 
     key: Float[Array, "num_pages page_size K H"]
@@ -117,11 +118,13 @@ class KVPages:
     def write(self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> KVPages:
         """Store one K and V row per token slot (page * page_size + offset, from `Forest.slots`); jittable.
 
-        Slots out of bounds (`NO_SLOT`) are dropped. Under `jax.jit` with donated pages the update is in place.
+        Slots out of bounds (`NO_SLOT`) are dropped. Entries of V that are not finite are stored as 0; K is stored as
+        it is, so that a request whose own numbers have blown up still sees NaN. Under `jax.jit` with donated pages the
+        update is in place.
         """
 
         def store(pages: Array, rows: Array) -> Array:
             tokens = pages.reshape(-1, *pages.shape[2:])
             return tokens.at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
-        return KVPages(store(self.key, key), store(self.value, value))
+        return KVPages(store(self.key, key), store(self.value, jnp.where(jnp.isfinite(value), value, 0)))

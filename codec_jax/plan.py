@@ -12,23 +12,24 @@ take as an argument. It refers to node lengths by node, so it stays exact while 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from codec_jax import checks
-from codec_jax.arrays import HostOrDevice, expand
+from codec_jax.arrays import HostOrDevice
 from codec_jax.capacity import bucket
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
-
-# Costs in units of one unmasked block. Opening a segment loads a query tile and writes a partial that POR reads
-# again; masks cost a few instructions per score. Estimates until costs are measured per device.
-_SEGMENT_COST = 0.5
-_MASKED_COST = 1.1
+from codec_jax.schedule import schedule
+from codec_jax.streams import Rows, pages_of_streams
+from pallas_kernels.config import config_for
+from pallas_kernels.packing import TILE_ROWS, Packing
 
 
 class Tiling(NamedTuple):
@@ -37,53 +38,67 @@ class Tiling(NamedTuple):
     num_ctas: int  # thread blocks
     tile_rows: int  # query rows of a tile
     block_tokens: int  # KV tokens of a block
+    lanes: int  # row tiles of a segment
 
     @classmethod
-    def of_device(cls) -> Tiling:
-        """Return the sizes for the default device: wgmma works on 64 rows; a CPU pays for every row of padding."""
+    def of_device(cls, num_tokens: int, group: int, num_kv_heads: int, head_dim: int) -> Tiling:
+        """Return the sizes for the default device and a forest of so many tokens.
+
+        The tensor cores of a GPU work on 64 rows; a CPU pays for every row of padding.
+        """
         device = jax.devices()[0]
         if device.platform == "gpu":
-            return cls(num_ctas=device.core_count, tile_rows=64, block_tokens=128)
-        return cls(num_ctas=16, tile_rows=16, block_tokens=256)
+            config = config_for(head_dim, num_tokens * num_kv_heads / device.core_count)
+            tile_rows = Packing.of(group, TILE_ROWS).tile_rows
+            return cls(device.core_count, tile_rows, block_tokens=config.block_tokens if config else 128, lanes=2)
+        return cls(num_ctas=16, tile_rows=16, block_tokens=256, lanes=1)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
-    """Tiles, blocks, segments and merge lists for one forest and head layout; made by `make_plan`."""
+    """Blocks, segments and merge lists for one forest and head layout; made by `make_plan`."""
 
-    # Pages of the blocks. A slot that is not in use has an empty row interval.
-    page_id: Int[HostOrDevice, "blocks slots"]  # physical page
-    page_node: Int[HostOrDevice, "blocks slots"]  # the node that it belongs to
-    page_token: Int[HostOrDevice, "blocks slots"]  # index within the node of its first token
-    page_lo: Int[HostOrDevice, "blocks slots"]  # rows of the tile that read it: [page_lo, page_hi)
-    page_hi: Int[HostOrDevice, "blocks slots"]
-    # Segments in the order in which thread blocks run them: blocks [lo, hi), those from `masked` on need the mask.
-    segment_tile: Int[HostOrDevice, " segments"]
-    segment_head: Int[HostOrDevice, " segments"]
-    segment_lo: Int[HostOrDevice, " segments"]
-    segment_masked: Int[HostOrDevice, " segments"]
-    segment_hi: Int[HostOrDevice, " segments"]
-    cta_ptr: Int[HostOrDevice, " num_ctas+1"]  # thread block c runs segments [cta_ptr[c], cta_ptr[c + 1])
-    merge_ptr: Int[HostOrDevice, " streams+1"]  # stream u merges merge_segment[merge_ptr[u] : merge_ptr[u + 1]]
-    merge_segment: Int[HostOrDevice, " segments"]
+    # The pages of the blocks: page, node, index within the node of the page's first token, and the query rows that
+    # read it, counted from the first row of the segment's first tile: first + (last + 1 << 16). 0 rows where unused.
+    pages: Int[HostOrDevice, "blocks slots 4"]
+    # Segments in the order in which thread blocks run them: two tiles (the same, if the segment is narrow), kv head,
+    # blocks [lo, masked) that all rows see in full and [masked, hi) that need a mask, and
+    # the partial and the unit of each tile.
+    segments: Int[HostOrDevice, "segments 10"]
+    # What each thread block runs: its first segment, the one after its last, and, to save it round trips to memory,
+    # the fields of the first and the page ids of its first block.
+    runs: Int[HostOrDevice, "num_ctas 12+slots"]
+    merge_ptr: Int[HostOrDevice, " tiles*K+1"]  # partials [merge_ptr[u], merge_ptr[u + 1]) are tile u // K, head u % K
+    # The entry of query [B x T] that each tile begins with, or -1 if the tile's entries are not consecutive there.
+    tile_unit: Int[HostOrDevice, " tiles"]
+    used_rows: Int[HostOrDevice, " 1"]  # query rows from there on belong to free request slots
     # What the forest must look like for the plan to be exact.
     least_length: Int[HostOrDevice, " nodes"]
     most_length: Int[HostOrDevice, " nodes"]
     structure: Int[HostOrDevice, ""]
 
     page_size: int = field(metadata={"static": True})
+    slot_tokens: int = field(metadata={"static": True})  # of a page of `pages`: long pages are cut to fit a block
     request_capacity: int = field(metadata={"static": True})
     query_tokens: int = field(metadata={"static": True})
     num_q_heads: int = field(metadata={"static": True})
     num_kv_heads: int = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
     tile_rows: int = field(metadata={"static": True})
+    lanes: int = field(metadata={"static": True})
+    num_partials: int = field(metadata={"static": True})  # that segments have room for
 
     @property
     def group(self) -> int:
         """Q heads per kv head (G)."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def cta_ptr(self) -> Int[HostOrDevice, " num_ctas+1"]:
+        """Thread block c runs segments [cta_ptr[c], cta_ptr[c + 1])."""
+        xp = np if isinstance(self.runs, np.ndarray) else jnp
+        return xp.concatenate([self.runs[:, 0], self.runs[-1:, 1]])
 
     @property
     def num_tiles(self) -> int:
@@ -134,6 +149,7 @@ def make_plan(
     num_ctas: int | None = None,
     tile_rows: int | None = None,
     block_tokens: int | None = None,
+    lanes: int | None = None,
     block_capacity: int = 0,
 ) -> Plan:
     """Plan attention over a forest on the host (paper, section 5: task division and scheduling).
@@ -146,8 +162,10 @@ def make_plan(
       steps: tokens that every leaf may grow by, as far as its pages have room, before a new plan is due.
       query_tokens: T, query tokens per request; they are the last T tokens of its context.
       num_ctas: thread blocks to spread the work over; defaults to the device's multiprocessors.
-      tile_rows: query rows of a tile, a multiple of 8; defaults to what suits the device.
-      block_tokens: KV tokens of a block, rounded down to whole pages (at least one).
+      tile_rows: query rows of a tile; defaults to what suits the device.
+      block_tokens: KV tokens of a block: whole pages, or parts of pages that do not divide it. Defaults to what suits
+        the device and the number of tokens; give it where plans of a growing forest must fit one compiled step.
+      lanes: row tiles that may share a segment, 1 or 2; defaults to what suits the device.
       block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; a plan that needs
         more is padded to the next bucket.
 
@@ -155,65 +173,152 @@ def make_plan(
     """
     if not forest.is_host:
         raise TypeError("forest: expected NumPy arrays, got arrays on a device; plan with the host's forest")
-    tiling = Tiling.of_device()
-    num_ctas = tiling.num_ctas if num_ctas is None else num_ctas
-    tile_rows = tiling.tile_rows if tile_rows is None else tile_rows
-    block_tokens = tiling.block_tokens if block_tokens is None else block_tokens
     for name, value in (
         ("num_q_heads", num_q_heads),
         ("num_kv_heads", num_kv_heads),
         ("head_dim", head_dim),
         ("steps", steps),
         ("query_tokens", query_tokens),
-        ("num_ctas", num_ctas),
-        ("tile_rows", tile_rows),
-        ("block_tokens", block_tokens),
     ):
         checks.positive(name, value)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_q_heads}")
-    if tile_rows % 8:
-        raise ValueError(f"tile_rows: expected a multiple of 8, got {tile_rows}")
+    given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
+    group = num_q_heads // num_kv_heads
+    rows_per_request = query_tokens * group
+    tiling = Tiling.of_device(int(forest.length.sum()), group, num_kv_heads, head_dim)
+    tiling = tiling._replace(**{name: value for name, value in given.items() if value is not None})
+    for name, value in tiling._asdict().items():
+        checks.positive(name, value)
+    if tiling.lanes > 2:
+        raise ValueError(f"lanes: expected 1 or 2, got {lanes}")
+    if tiling.lanes * tiling.tile_rows >= 1 << 15:  # two row numbers share an int32
+        raise ValueError(f"tile_rows: expected at most {(1 << 15) // tiling.lanes - 1}, got {tile_rows}")
 
-    rows_per_request = query_tokens * (num_q_heads // num_kv_heads)
-    num_tiles = -(-forest.request_capacity * rows_per_request // tile_rows)
-    slots = max(1, block_tokens // forest.page_size)
+    rows = Rows(
+        per_request=rows_per_request,
+        query_tokens=query_tokens,
+        of_tile=tiling.tile_rows,
+        num_tiles=-(-forest.request_capacity * rows_per_request // tiling.tile_rows),
+    )
+    slot_tokens, slots = block_slots(forest.page_size, tiling.block_tokens)
     most_length = _most_length(forest, steps)
-    pages = _pages_of_tiles(forest, most_length, rows_per_request, query_tokens, tile_rows, num_tiles, steps)
+    streams = pages_of_streams(forest, most_length, rows, slot_tokens=slot_tokens, steps=steps, pairs=tiling.lanes == 2)
 
-    # Blocks: each tile's pages in groups of `slots`; padding slots keep an empty row interval.
-    tile_pages = np.bincount(pages["tile"], minlength=num_tiles)
-    tile_blocks = -(-tile_pages // slots)
-    tile_ptr = np.concatenate([[0], np.cumsum(tile_blocks)])
-    num_blocks = int(tile_ptr[-1])
+    # Blocks: each stream's pages in groups of `slots`; padding slots keep an empty row interval.
+    stream_pages = np.bincount(streams.stream, minlength=len(streams.tile))
+    stream_blocks = -(-stream_pages // slots)
+    stream_ptr = np.concatenate([[0], np.cumsum(stream_blocks)])
+    num_blocks = int(stream_ptr[-1])
     capacity = block_capacity if 0 < block_capacity >= num_blocks else bucket(num_blocks)
-    rank = np.arange(len(pages["tile"])) - (np.cumsum(tile_pages) - tile_pages)[pages["tile"]]
-    place = tile_ptr[pages["tile"]] * slots + rank
+    rank = np.arange(len(streams.stream)) - (np.cumsum(stream_pages) - stream_pages)[streams.stream]
+    pages = np.zeros((capacity, slots, 4), np.int32)
+    place = stream_ptr[streams.stream] * slots + rank
+    for column, values in enumerate((streams.page, streams.node, streams.token, streams.lo + (streams.hi << 16))):
+        pages.reshape(-1, 4)[place, column] = values
 
-    def blocks(values: np.ndarray) -> Int[np.ndarray, "blocks slots"]:
-        out = np.zeros(capacity * slots, np.int32)
-        out[place] = values
-        return out.reshape(capacity, slots)
-
-    unmasked = np.bincount(pages["tile"][~pages["masked"]], minlength=num_tiles) // slots
+    unmasked = np.bincount(streams.stream[~streams.masked], minlength=len(streams.tile)) // slots
+    wide = streams.tile != streams.other_tile
+    wide_nodes = np.unique(streams.node[wide[streams.stream]])
+    cut = schedule(
+        stream_ptr,
+        unmasked,
+        wide,
+        float(most_length[wide_nodes].sum()) / (slots * slot_tokens),
+        num_kv_heads=num_kv_heads,
+        num_ctas=tiling.num_ctas,
+    )
+    tile_unit = _tile_units(forest, rows)
+    # Every segment leaves one partial for each of its tiles.
+    num_streams, num_pairs = rows.num_tiles * num_kv_heads, int(wide.sum())
+    capacity_of_cuts = num_streams + num_pairs * num_kv_heads + tiling.num_ctas
+    num_partials = capacity_of_cuts + (num_pairs * num_kv_heads + tiling.num_ctas) * (tiling.lanes - 1)
+    tiles = np.stack([streams.tile[cut.stream], streams.other_tile[cut.stream]], 1)
+    partials, merge_ptr = _partials(tiles, cut.head, num_kv_heads, num_streams, num_partials)
+    masked = np.clip((stream_ptr[:-1] + unmasked)[cut.stream], cut.lo, cut.hi)
+    segments = np.zeros((capacity_of_cuts, 10), np.int32)
+    segments[: len(cut.lo)] = np.column_stack([tiles, cut.head, cut.lo, masked, cut.hi, partials, tile_unit[tiles]])
     return Plan(
-        page_id=blocks(pages["page"]),
-        page_node=blocks(pages["node"]),
-        page_token=blocks(pages["token"]),
-        page_lo=blocks(pages["lo"]),
-        page_hi=blocks(pages["hi"]),
-        **_segments(tile_ptr, unmasked, num_kv_heads, num_ctas),
+        pages=pages,
+        segments=segments,
+        runs=_runs(cut.cta_ptr, segments, pages),
+        merge_ptr=merge_ptr.astype(np.int32),
+        tile_unit=tile_unit.astype(np.int32),
+        used_rows=np.asarray([forest.active.sum() * rows_per_request], np.int32),
         least_length=forest.length,
         most_length=most_length,
         structure=forest.structure,
         page_size=forest.page_size,
+        slot_tokens=slot_tokens,
         request_capacity=forest.request_capacity,
         query_tokens=query_tokens,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        tile_rows=tile_rows,
+        tile_rows=tiling.tile_rows,
+        lanes=tiling.lanes,
+        num_partials=num_partials,
     )
+
+
+def _runs(
+    cta_ptr: Int[np.ndarray, " num_ctas+1"],
+    segments: Int[np.ndarray, "segments 10"],
+    pages: Int[np.ndarray, "blocks slots 4"],
+) -> Int[np.ndarray, "num_ctas 12+slots"]:
+    """List what each thread block begins with."""
+    first = segments[np.minimum(cta_ptr[:-1], len(segments) - 1)]
+    page_ids = pages[first[:, 3], :, 0]
+    return np.column_stack([cta_ptr[:-1], cta_ptr[1:], first, page_ids]).astype(np.int32)
+
+
+def _tile_units(forest: Forest, rows: Rows) -> Int[np.ndarray, " tiles"]:
+    """Find the tiles whose query rows are consecutive in the caller's order."""
+    group = rows.per_request // rows.query_tokens
+    if rows.of_tile % group:
+        return np.full(rows.num_tiles, -1)
+    units = rows.of_tile // group
+    first = np.arange(rows.num_tiles) * units
+    order = forest.request_of_row
+    # Rows of requests that directly follow each other in both orders have the same value here.
+    run = np.cumsum(np.diff(order, prepend=order[0]) != 1)
+    begin, end = first // rows.query_tokens, np.minimum((first + units - 1) // rows.query_tokens, len(order) - 1)
+    unit = order[begin].astype(np.int64) * rows.query_tokens + first % rows.query_tokens
+    # What a tile writes past the last request must fall past the end of the query.
+    total = len(order) * rows.query_tokens
+    inside = (first + units <= total) | (unit + total - first == total)
+    return np.where((run[begin] == run[end]) & inside, unit, -1)
+
+
+def block_slots(page_size: int, block_tokens: int) -> tuple[int, int]:
+    """Return the tokens of a slot and the slots of a block: pages, or equal parts of pages that would not fill it.
+
+    Where no part of 8 tokens or more fits, a slot is a page, and a block at least one page.
+    """
+    part = math.gcd(page_size, block_tokens)
+    part = part if part >= 8 else page_size
+    return part, max(1, block_tokens // part)
+
+
+def _partials(
+    tiles: Int[np.ndarray, "segments 2"],
+    head: Int[np.ndarray, " segments"],
+    num_kv_heads: int,
+    num_streams: int,
+    num_partials: int,
+) -> tuple[Int[np.ndarray, "segments 2"], Int[np.ndarray, " streams+1"]]:
+    """Number the partials such that those of one (tile, head) are consecutive, in the order of the segments.
+
+    A narrow segment has one; in place of the other it gets num_partials.
+    """
+    stream = tiles * num_kv_heads + head[:, None]
+    stream[tiles[:, 0] == tiles[:, 1], 1] = num_streams
+    stream = stream.reshape(-1)
+    number = np.empty(len(stream), np.int64)
+    number[np.argsort(stream, kind="stable")] = np.arange(len(stream))
+    number[stream == num_streams] = num_partials
+    merge_ptr = np.cumsum(np.bincount(stream + 1, minlength=num_streams + 2)[: num_streams + 1])
+    return number.reshape(-1, 2), merge_ptr
 
 
 def _most_length(forest: Forest, steps: int) -> Int[np.ndarray, " nodes"]:
@@ -223,119 +328,3 @@ def _most_length(forest: Forest, steps: int) -> Int[np.ndarray, " nodes"]:
     leaf = leaf[forest.row_hi[leaf] - forest.row_lo[leaf] == 1]
     most[leaf] = np.minimum(forest.length[leaf].astype(np.int64) + steps, forest.page_count[leaf] * forest.page_size)
     return most
-
-
-def _pages_of_tiles(
-    forest: Forest,
-    most_length: Int[np.ndarray, " nodes"],
-    rows_per_request: int,
-    query_tokens: int,
-    tile_rows: int,
-    num_tiles: int,
-    steps: int,
-) -> dict[str, np.ndarray]:
-    """List every (tile, page) such that some row of the tile reads the page, by tile, unmasked pages first."""
-    page_size = forest.page_size
-    node_pages = -(-most_length // page_size)
-    node = np.flatnonzero((forest.row_hi > forest.row_lo) & (node_pages > 0))
-    lo, hi = forest.row_lo[node] * rows_per_request, forest.row_hi[node] * rows_per_request
-    first_tile = lo // tile_rows
-    tiles_of_node = (hi - 1) // tile_rows - first_tile + 1
-
-    # (tile, node) pairs, then (tile, page) pairs.
-    pair, nth_tile = expand(tiles_of_node)
-    tile = first_tile[pair] + nth_tile
-    entry_pair, nth_page = expand(node_pages[node[pair]])
-    tile, source = tile[entry_pair], pair[entry_pair]
-    node, lo, hi = node[source], lo[source], hi[source]
-    token = nth_page * page_size
-
-    used_rows = int((forest.leaf >= 0).sum()) * rows_per_request
-    tile_lo = tile * tile_rows
-    tile_hi = np.minimum(tile_lo + tile_rows, used_rows)
-    full = (token + page_size <= forest.length[node]) & (lo <= tile_lo) & (hi >= tile_hi)
-    if query_tokens > 1:
-        least, most = _query_positions(forest, query_tokens, rows_per_request, tile_rows, num_tiles)
-        position = forest.start[node] + token
-        full &= position + page_size - 1 <= least[tile]
-        visible = position - most[tile] <= steps
-    else:
-        visible = np.ones(len(tile), bool)
-    masked = ~full
-    order = np.argsort(tile * 2 + masked, kind="stable")
-    order = order[visible[order]]
-    return {
-        "tile": tile[order],
-        "masked": masked[order],
-        "page": forest.pages[forest.page_offset[node] + nth_page][order],
-        "node": node[order],
-        "token": token[order],
-        "lo": np.maximum(lo - tile_lo, 0)[order],
-        "hi": np.minimum(hi - tile_lo, tile_rows)[order],
-    }
-
-
-def _query_positions(
-    forest: Forest, query_tokens: int, rows_per_request: int, tile_rows: int, num_tiles: int
-) -> tuple[Int[np.ndarray, " tiles"], Int[np.ndarray, " tiles"]]:
-    """Return the least and the greatest position of each tile's query tokens; free slots do not count."""
-    used = (forest.leaf >= 0)[forest.request_of_row]
-    position = forest.positions(query_tokens)[forest.request_of_row]
-    rows = np.repeat(position.reshape(-1), rows_per_request // query_tokens)
-    used = np.repeat(used, rows_per_request)
-    padding = num_tiles * tile_rows - len(rows)
-    huge = np.iinfo(np.int32).max // 2
-    least = np.pad(np.where(used, rows, huge), (0, padding), constant_values=huge).reshape(num_tiles, tile_rows)
-    most = np.pad(np.where(used, rows, -huge), (0, padding), constant_values=-huge).reshape(num_tiles, tile_rows)
-    return least.min(1), most.max(1)
-
-
-def _segments(
-    tile_ptr: Int[np.ndarray, " tiles+1"],
-    unmasked: Int[np.ndarray, " tiles"],
-    num_kv_heads: int,
-    num_ctas: int,
-) -> dict[str, np.ndarray]:
-    """Lay the streams end to end, cut them into `num_ctas` runs of equal cost, and list segments and merges."""
-    num_tiles = len(unmasked)
-    num_streams = num_tiles * num_kv_heads
-    tile_blocks = np.diff(tile_ptr)
-    tile_cost = unmasked + _MASKED_COST * (tile_blocks - unmasked) + _SEGMENT_COST * (tile_blocks > 0)
-    stream_tile = np.repeat(np.arange(num_tiles), num_kv_heads)
-    stream_cost = tile_cost[stream_tile]
-    stream_end = np.cumsum(stream_cost)
-    stream_base = np.concatenate([[0], np.cumsum(tile_blocks[stream_tile])])  # blocks before each stream
-
-    # Where each cut falls: its stream, then the block within it; cuts are counted in blocks from here on.
-    cuts = stream_end[-1] * np.arange(1, num_ctas) / num_ctas
-    stream = np.minimum(np.searchsorted(stream_end, cuts, side="right"), num_streams - 1)
-    inside = cuts - (stream_end - stream_cost)[stream] - _SEGMENT_COST
-    flat = unmasked[stream_tile[stream]]
-    block = np.where(inside <= flat, inside, flat + (inside - flat) / _MASKED_COST)
-    cut = stream_base[stream] + np.clip(np.rint(block), 0, tile_blocks[stream_tile[stream]]).astype(np.int64)
-
-    bounds = np.unique(np.concatenate([stream_base, cut]))
-    begin, end = bounds[:-1], bounds[1:]
-    stream = np.searchsorted(stream_base, begin, side="right") - 1
-    shift = tile_ptr[stream_tile[stream]] - stream_base[stream]  # from blocks of streams to blocks of tiles
-    count = len(begin)
-    capacity = num_streams + num_ctas
-    first_masked = tile_ptr[:-1] + unmasked
-
-    def padded(values: np.ndarray, fill: int = 0) -> Int[np.ndarray, " segments"]:
-        out = np.full(capacity, fill, np.int32)
-        out[:count] = values
-        return out
-
-    lo, hi = begin + shift, end + shift
-    merge_counts = np.bincount(stream, minlength=num_streams)
-    return {
-        "segment_tile": padded(stream_tile[stream], fill=num_tiles),
-        "segment_head": padded(stream % num_kv_heads),
-        "segment_lo": padded(lo),
-        "segment_masked": padded(np.clip(first_masked[stream_tile[stream]], lo, hi)),
-        "segment_hi": padded(hi),
-        "cta_ptr": np.concatenate([[0], np.searchsorted(begin, cut), [count]]).astype(np.int32),
-        "merge_ptr": np.concatenate([[0], np.cumsum(merge_counts)]).astype(np.int32),
-        "merge_segment": padded(np.arange(count)),
-    }

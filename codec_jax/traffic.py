@@ -1,4 +1,4 @@
-"""How many KV tokens decoding reads, shared and unshared; counted from the forest, per layer and kv head."""
+"""How many KV tokens decoding reads, shared and unshared; counted from forest and plan, per layer and kv head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Traffic:
     """Tokens generated, and the KV tokens that attention read for them."""
 
     generated_tokens: int = 0
-    kv_tokens_read: int = 0  # each node once per row tile
+    kv_tokens_read: int = 0  # each node once per stream: per row tile, or pair of tiles, that reads it
     kv_tokens_unshared: int = 0  # each request its own context
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -35,28 +35,34 @@ def count_decode(forest: Forest, plan: Plan, new_tokens: Int[np.ndarray, " B"]) 
     one, until the last request has stopped.
     """
     steps = int(new_tokens.max(initial=0))
-    tiles, active = _tiles_of_nodes(forest, plan), forest.active
+    node, token = _pages(plan)
+    # Every stream that reads a node reads its first page.
+    streams = np.bincount(node[token == 0], minlength=forest.node_capacity)
+    active = forest.active
     leaf, count = forest.leaf[active], new_tokens[active].astype(np.int64)
     # In step i = 1 .. steps, a leaf has grown by min(i, count) tokens.
     ramp = count * (count + 1) // 2
     grown = ramp + (steps - count) * count
     return Traffic(
         generated_tokens=int(count.sum()),
-        kv_tokens_read=int(steps * (tiles * forest.length).sum() + (tiles[leaf] * grown).sum()),
+        kv_tokens_read=int(steps * (streams * forest.length).sum() + (streams[leaf] * grown).sum()),
         kv_tokens_unshared=int((count * forest.request_length[active] + ramp).sum()),
     )
 
 
 def count_pass(forest: Forest, plan: Plan) -> Traffic:
-    """Count what one pass over the forest as it is reads; it generates nothing."""
+    """Count what one pass over the forest as it is reads; it generates nothing.
+
+    Pages that no query token of a tile may see yet are not in the tile's stream.
+    """
+    node, token = _pages(plan)
     return Traffic(
-        kv_tokens_read=int((_tiles_of_nodes(forest, plan) * forest.length).sum()),
+        kv_tokens_read=int(np.clip(forest.length[node] - token, 0, plan.slot_tokens).sum(dtype=np.int64)),
         kv_tokens_unshared=int(forest.request_length.sum(dtype=np.int64)),
     )
 
 
-def _tiles_of_nodes(forest: Forest, plan: Plan) -> Int[np.ndarray, " nodes"]:
-    """Count the row tiles that read each node."""
-    rows = plan.query_tokens * plan.group
-    lo, hi = forest.row_lo * rows, forest.row_hi * rows
-    return np.where(hi > lo, (hi - 1) // plan.tile_rows - lo // plan.tile_rows + 1, 0).astype(np.int64)
+def _pages(plan: Plan) -> tuple[Int[np.ndarray, " pages"], Int[np.ndarray, " pages"]]:
+    """Return the node of each page of each stream, and the index within the node of its first token."""
+    _, node, token, readers = plan.pages.reshape(-1, 4).T
+    return node[readers > 0], token[readers > 0]

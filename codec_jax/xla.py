@@ -1,7 +1,7 @@
-"""The plan on any device: every thread block of the plan is one lane of a batched loop.
+"""The plan on any device: every thread block of the plan is one entry of a batched loop.
 
-Lane c works off the blocks of its segments in order, as thread block c of a GPU kernel does: step i of the loop
-gathers one block of pages for each lane, adds it to the lane's running partial (PAC), and stores the partial where a
+Entry c works off the blocks of its segments in order, as thread block c of a GPU kernel does: step i of the loop
+gathers one block of pages for each entry, adds it to the running partial (PAC), and stores the partial where a
 segment ends. Each page is gathered once per row tile and kv head, however many requests read it.
 """
 
@@ -26,65 +26,72 @@ def attend(
     plan: Plan,
     scale: float,
 ) -> Partial:
-    """Run the plan's segments and merge them: attention of all row tiles, as partials [tiles, K, R]."""
-    num_tiles, num_kv_heads, num_rows, head_dim = query.shape
-    num_segments = plan.segment_tile.shape[0]
-    last_segment = plan.cta_ptr[1:]  # [C], exclusive
-    num_lanes = last_segment.shape[0]
-    row = jnp.arange(num_rows, dtype=jnp.int32)
+    """Run the plan's segments and merge them: attention of all row tiles, as partials [tiles, K, R].
 
-    def block_mask(block: Array, tile: Array) -> Array:
-        """Which rows see which tokens of each lane's block: [C, R, S]."""
-        node, first = plan.page_node[block], plan.page_token[block]  # [C, slots]
-        token = first[..., None] + jnp.arange(plan.page_size, dtype=jnp.int32)  # [C, slots, page_size]
+    The pages hold plan.slot_tokens tokens each.
+    """
+    num_tiles, num_kv_heads, num_rows, head_dim = query.shape
+    num_segments, lanes = plan.segments.shape[0], plan.lanes
+    last_segment = plan.cta_ptr[1:]  # [C], exclusive
+    num_ctas = last_segment.shape[0]
+    row = jnp.arange(lanes * num_rows, dtype=jnp.int32)  # of both tiles, if segments have two lanes
+
+    def block_mask(block: Array, position: Array) -> Array:
+        """Which rows see which tokens of each thread block's block: [C, L x R, S]."""
+        _, node, first, readers = jnp.moveaxis(plan.pages[block], -1, 0)  # [C, slots]
+        token = first[..., None] + jnp.arange(plan.slot_tokens, dtype=jnp.int32)  # [C, slots, slot_tokens]
         in_node = token < forest.length[node][..., None]
         # A token past its node's end has an empty interval of readers.
-        lo = plan.page_lo[block][..., None]
-        hi = jnp.where(in_node, plan.page_hi[block][..., None], 0)
-        lo, hi = (jnp.broadcast_to(x, token.shape).reshape(num_lanes, 1, -1) for x in (lo, hi))
+        lo, hi = readers[..., None] & 0xFFFF, jnp.where(in_node, readers[..., None] >> 16, 0)
+        lo, hi = (jnp.broadcast_to(x, token.shape).reshape(num_ctas, 1, -1) for x in (lo, hi))
         mask = (row[:, None] >= lo) & (row[:, None] < hi)
         if plan.query_tokens > 1:
-            position = (forest.start[node][..., None] + token).reshape(num_lanes, 1, -1)
-            mask &= position <= query_position[tile][..., None]
+            token_position = (forest.start[node][..., None] + token).reshape(num_ctas, 1, -1)
+            mask &= token_position <= position[..., None]
         return mask
 
     def step(carry: tuple) -> tuple:
         segment, block, running, done = carry
         working = segment < last_segment  # [C]
-        at = jnp.minimum(segment, num_segments - 1)
-        tile = jnp.minimum(plan.segment_tile[at], num_tiles - 1)
-        head = plan.segment_head[at]
-        page = plan.page_id[block]  # [C, slots]
-        tokens = (num_lanes, -1, head_dim)
+        fields = plan.segments[jnp.minimum(segment, num_segments - 1)]  # [C, 8]
+        tiles, head, end, partials = fields[:, :lanes], fields[:, 2], fields[:, 5], fields[:, 6 : 6 + lanes]
+        page = plan.pages[block, :, 0]  # [C, slots]
+        rows, tokens = (num_ctas, lanes * num_rows), (num_ctas, -1, head_dim)
         partial = pac(
-            query[tile, head],  # [C, R, H]
+            query[tiles, head[:, None]].reshape(*rows, head_dim),
             key_pages[page, :, head[:, None]].reshape(tokens),  # [C, S, H]
             value_pages[page, :, head[:, None]].reshape(tokens),
-            block_mask(block, tile),
+            block_mask(block, query_position[tiles].reshape(rows)),
             scale,
         )
         running = por(running, partial)
-        # Where a segment ends, its partial is stored and the lane starts afresh with the next one.
-        ends = block + 1 == plan.segment_hi[at]
-        target = jnp.where(working & ends, segment, num_segments)
-        done = jax.tree.map(lambda stored, new: stored.at[target].set(new, mode="drop"), done, running)
-        empty = Partial.empty((num_lanes, num_rows), head_dim)
+        # Where a segment ends, its partials are stored and the lane starts afresh with the next one.
+        ends = block + 1 == end
+        target = jnp.where((working & ends)[:, None], partials, plan.num_partials)  # [C, L]
+
+        def store(stored: Array, new: Array) -> Array:
+            return stored.at[target].set(new.reshape(num_ctas, lanes, num_rows, *new.shape[2:]), mode="drop")
+
+        done = jax.tree.map(store, done, running)
         running = jax.tree.map(
-            lambda start, new: jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), start, new), empty, running
+            lambda start, new: jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), start, new),
+            Partial.empty(rows, head_dim),
+            running,
         )
         segment = jnp.where(ends, segment + 1, segment)
-        next_block = plan.segment_lo[jnp.minimum(segment, num_segments - 1)]
+        next_block = plan.segments[jnp.minimum(segment, num_segments - 1), 3]
         block = jnp.where(ends, next_block, block + 1)
         return segment, jnp.where(working, block, 0), running, done
 
     first = plan.cta_ptr[:-1]
     carry = (
         first,
-        plan.segment_lo[jnp.minimum(first, num_segments - 1)],
-        Partial.empty((num_lanes, num_rows), head_dim),
-        Partial.empty((num_segments, num_rows), head_dim),
+        plan.segments[jnp.minimum(first, num_segments - 1), 3],
+        Partial.empty((num_ctas, lanes * num_rows), head_dim),
+        Partial.empty((plan.num_partials, num_rows), head_dim),
     )
     _, _, _, done = lax.while_loop(lambda carry: (carry[0] < last_segment).any(), step, carry)
-    stream = plan.segment_tile * num_kv_heads + plan.segment_head
+    number = jnp.arange(plan.num_partials, dtype=jnp.int32)
+    stream = jnp.searchsorted(plan.merge_ptr, number, side="right").astype(jnp.int32) - 1
     merged = por_segments(done, stream, num_tiles * num_kv_heads)
     return jax.tree.map(lambda x: x.reshape(num_tiles, num_kv_heads, *x.shape[1:]), merged)

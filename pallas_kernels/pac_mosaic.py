@@ -1,16 +1,18 @@
 """PAC on Hopper: one persistent thread block per multiprocessor works off its segments of KV blocks.
 
-    warpgroup 2 (loads)     page ids of block i+1 ─┐   TMA, one copy per page    ┌─ K ring ─┐
-                            pages of block i ──────┴────────────────────────────►│  stages  │
-                                                                                 └─ V ring ─┘
-    warpgroups 0, 1         alternate blocks:  S = Q Kᵀ ► mask ► online softmax ► O += P V
-                            at a segment's end each writes its own partial (O, m, l); POR merges the two
+    warpgroup 2 (pac_load)      page ids of block i+1 ─┐  TMA, one copy per page    ┌─ K ring ─┐
+                                pages of block i ──────┴───────────────────────────►│  stages  │
+                                                                                    └─ V ring ─┘
+    warpgroup 3 (pac_prepare)   requests of the tile ─► query rows ─► Q tiles;  lengths of the nodes ─► mask columns
+    warpgroups 0, 1             S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
+          (pac_compute)
 
-The rings run on across segments, so loading never stops. Unmasked blocks come first in every segment and have a loop
-of their own. All softmax state is float32 in units of log2, since exp2 is what the hardware computes.
+A segment is narrow or wide. Narrow: both computing warpgroups hold the same row tile and alternate blocks, and merge
+their halves at the end. Wide: each holds a row tile of its own and both work on every block, which is loaded once for
+128 rows. The rings run on across segments, so loading never stops. Unmasked blocks come first in every segment and
+have a loop of their own. All softmax state is float32 in units of log2, since exp2 is what the hardware computes.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -18,191 +20,99 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.compat import load, transposed
+from pallas_kernels.pac_compute import compute
+from pallas_kernels.pac_load import load_blocks
+from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Inputs, Outputs, Pipeline, Scratch, Sizes
+from pallas_kernels.pac_prepare import prepare, staging_arrivals
+from pallas_kernels.packing import TILE_ROWS, Packing
 
-#: Query rows of a tile: what one warpgroup's wgmma takes.
-TILE_ROWS = 64
-#: Partials of a segment: one of each computing warpgroup.
-PARTIALS = 2
-#: Rows are packed into columns as first reader + LAST_READER * (last reader + 1).
-LAST_READER = 1 << 16
-
-_LOADER = PARTIALS  # the warpgroup that loads
+_LOADER, _PREPARER = LANES, LANES + 1
+_REGISTERS = {"compute": 208, "load": 40, "prepare": 56}  # of a thread; 4 x 128 threads share 65,536
 _LOG2E = math.log2(math.e)
-_HIDDEN = -1e30  # the score of a token that a row does not see
-_LOWEST = -1e20  # the least maximum of a row: exp2(_HIDDEN - _LOWEST) is 0, not 1
 
 
-class Segments(NamedTuple):
-    """Segment s of thread block c: blocks [lo, hi) of one (tile, head), those from `masked` on need the mask."""
+class Causal(NamedTuple):
+    """What masks among the last T tokens of each request need."""
 
-    tile: jax.Array  # [segments]
-    head: jax.Array
-    lo: jax.Array
-    masked: jax.Array
-    hi: jax.Array
-    cta_ptr: jax.Array  # [num_ctas + 1]
+    node_start: jax.Array  # int32 [nodes], position of each node's first token
+    query_position: jax.Array  # int32 [tiles * tile_rows + 64], position of each query row
 
 
 def pac(
     query: jax.Array,
     key_pages: jax.Array,
     value_pages: jax.Array,
-    page_id: jax.Array,
-    columns: jax.Array,
-    segments: Segments,
+    request_of_row: jax.Array,
+    node_length: jax.Array,
+    pages: jax.Array,
+    segments: jax.Array,
+    runs: jax.Array,
     *,
+    causal: Causal | None,
+    packing: Packing,
+    num_partials: int,
+    stages: int,
     scale: float,
-    stages: int = 2,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the partials of all segments.
 
     Args:
-      query: [K, tiles * 64, H], bfloat16 or float16, H a multiple of 64.
+      query: [B, T, N, H], bfloat16 or float16, H a multiple of 64.
       key_pages: [num_pages, page_size, K, H], page_size a multiple of 8.
       value_pages: like key_pages.
-      page_id: int32 [blocks, slots]; slots * page_size tokens are a block, a multiple of 8 up to 256.
-      columns: int32 [blocks * slots * page_size], the tile's rows that see each token: first + LAST_READER * end.
-      segments: int32 arrays.
+      request_of_row: int32 [B], the request of each request row.
+      node_length: int32 [nodes], valid tokens of each node.
+      pages: int32 [blocks, slots, 4], the fields of `Page`; slots * page_size tokens are a block, a multiple of 64.
+      segments: int32 [segments, 10], the fields of `Segment`.
+      runs: int32 [num_ctas, 12 + slots]: first segment and the one after the last of each thread block, the fields
+        of the first, and the page ids of its first block.
+      causal: for T > 1; None for T = 1.
+      packing: how query rows make up a tile.
+      num_partials: partials that segments refer to.
+      stages: blocks in flight.
       scale: factor on the scores.
-      stages: blocks in flight, an even number, so that a block's slot is tied to its warpgroup.
 
-    Returns float32 out [segments * 2, 64, H], normalised, max and sum [segments * 2, 64]; max in units of log2.
-    Partials of segments that are not in use are not written.
+    Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
+    Partials that no segment refers to are not written.
     """
-    head_dim = query.shape[-1]
-    page_size = key_pages.shape[1]
-    num_blocks, slots = page_id.shape
-    block = slots * page_size
-    num_partials = segments.tile.shape[0] * PARTIALS
-    dtype, factor = query.dtype, scale * _LOG2E
+    batch, tokens, num_q_heads, head_dim = query.shape
+    sizes = Sizes(
+        packing=packing,
+        batch=batch,
+        query_tokens=tokens,
+        head_dim=head_dim,
+        page_size=key_pages.shape[1],
+        slots=pages.shape[1],
+        stages=stages,
+        factor=scale * _LOG2E,
+        causal=causal is not None,
+        dtype=query.dtype,
+    )
+    inputs = [query.reshape(batch * tokens, num_q_heads, head_dim), key_pages, value_pages, request_of_row]
+    inputs += [node_length, pages, segments, runs, *(causal or ())]
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, page_ref, column_ref, tile_ref, head_ref, lo_ref, masked_ref, hi_ref, cta_ref = refs[:11]
-        out_ref, max_ref, sum_ref, q_smem, k_smem, v_smem, out_smem, row_smem = refs[11:19]
-        q_full, q_free, k_full, v_full, k_free, v_free = refs[19:]
-        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        first, last = cta_ref[cta], cta_ref[cta + 1]
+        outputs = len(inputs) + len(Outputs._fields)
+        pipeline = Pipeline(
+            Inputs(*refs[: len(inputs)]), Outputs(*refs[len(inputs) : outputs]), Scratch(*refs[outputs:]), sizes
+        )
 
-        @pl.when(warpgroup < PARTIALS)
+        @pl.when(pipeline.warpgroup < LANES)
         def _compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
-            rows, columns_of = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+            plgpu.set_max_registers(_REGISTERS["compute"], action="increase")
+            compute(pipeline)
 
-            def over_rows(x: jax.Array, width: int) -> jax.Array:
-                return lax.broadcast_in_dim(x, (TILE_ROWS, width), [0])
-
-            def segment(s: jax.Array, done: jax.Array) -> jax.Array:
-                lo, count = lo_ref[s], hi_ref[s] - lo_ref[s]
-                # Blocks alternate over segments too: this warpgroup's first block is `mine`.
-                mine = lax.rem(warpgroup + done, jnp.int32(PARTIALS))
-                plgpu.barrier_wait(q_full)
-
-                def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-                    acc, row_max, row_sum = carry
-                    i = j * PARTIALS + mine
-                    slot = lax.rem(done + i, jnp.int32(stages))
-                    plgpu.barrier_wait(k_full.at[slot])
-
-                    def scores_of(acc_ref: Any) -> jax.Array:
-                        plgpu.wgmma(acc_ref, q_smem, transposed(k_smem.at[slot]))
-                        return acc_ref[...]
-
-                    scores = pl.run_scoped(scores_of, plgpu.ACC((TILE_ROWS, block), jnp.float32))  # [64, block]
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    if masked:
-                        start = pl.multiple_of((lo + i) * block, 8)
-                        packed = load(column_ref.at[pl.ds(start, block)], columns_of)  # [block]
-                        seen_from = lax.broadcast_in_dim(packed & (LAST_READER - 1), scores.shape, [1])
-                        seen_to = lax.broadcast_in_dim(lax.shift_right_logical(packed, 16), scores.shape, [1])
-                        row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-                        scores = jnp.where((row >= seen_from) & (row < seen_to), scores, _HIDDEN)
-                    new_max = jnp.maximum(jnp.maximum(row_max, scores.max(axis=1) * factor), _LOWEST)  # [64]
-                    fade = jnp.exp2(row_max - new_max)
-                    weights = jnp.exp2(scores * factor - over_rows(new_max, block))  # [64, block]
-                    acc *= over_rows(fade, head_dim)
-                    narrow = weights.astype(dtype)
-                    row_sum = row_sum * fade + weights.sum(axis=1)
-                    plgpu.barrier_wait(v_full.at[slot])
-
-                    def add_values(acc_ref: Any) -> None:
-                        plgpu.wgmma(acc_ref, narrow, v_smem.at[slot])
-
-                    acc = pl.run_state(add_values)(plgpu.ACC.init(acc))  # [64, H]
-                    plgpu.barrier_arrive(v_free.at[slot])
-                    return acc, new_max, row_sum
-
-                def mine_before(blocks: jax.Array) -> jax.Array:
-                    """Count this warpgroup's blocks among the segment's first ones."""
-                    return lax.div(jnp.maximum(blocks - mine + PARTIALS - 1, 0), jnp.int32(PARTIALS))
-
-                zeros = jnp.full((TILE_ROWS, head_dim), 0, jnp.float32)
-                carry = (
-                    plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
-                    plgpu.layout_cast(jnp.full((TILE_ROWS,), _HIDDEN, jnp.float32), rows),
-                    plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), rows),
-                )
-                middle = mine_before(masked_ref[s] - lo)
-                carry = lax.fori_loop(0, middle, functools.partial(step, masked=False), carry)
-                acc, row_max, row_sum = lax.fori_loop(
-                    middle, mine_before(count), functools.partial(step, masked=True), carry
-                )
-                plgpu.barrier_arrive(q_free)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem.at[warpgroup][...] = acc / over_rows(jnp.maximum(row_sum, 1e-30), head_dim)
-                row_smem.at[warpgroup, 0][...] = row_max
-                row_smem.at[warpgroup, 1][...] = row_sum
-                plgpu.commit_smem()
-                partial = s * PARTIALS + warpgroup
-                plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_ref.at[partial])
-                plgpu.copy_smem_to_gmem(row_smem.at[warpgroup, 0], max_ref.at[partial])
-                plgpu.copy_smem_to_gmem(row_smem.at[warpgroup, 1], sum_ref.at[partial])
-                return done + count
-
-            lax.fori_loop(first, last, segment, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(warpgroup == _LOADER)
+        @pl.when(pipeline.warpgroup == _LOADER)
         def _load() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(_REGISTERS["load"], action="decrease")
+            load_blocks(pipeline)
 
-            def pages_of(b: jax.Array) -> tuple[jax.Array, ...]:
-                return tuple(page_ref[b, j] for j in range(slots))
+        @pl.when(pipeline.warpgroup == _PREPARER)
+        def _prepare() -> None:
+            plgpu.set_max_registers(_REGISTERS["prepare"], action="decrease")
+            prepare(pipeline)
 
-            def segment(s: jax.Array, done: jax.Array) -> jax.Array:
-                head, lo, hi = head_ref[s], lo_ref[s], hi_ref[s]
-
-                @pl.when(s > first)
-                def _() -> None:
-                    plgpu.barrier_wait(q_free)
-
-                start = pl.multiple_of(tile_ref[s] * TILE_ROWS, TILE_ROWS)
-                plgpu.copy_gmem_to_smem(q_ref.at[head, pl.ds(start, TILE_ROWS)], q_smem, q_full)
-
-                def step(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                    slot = lax.rem(done + i, jnp.int32(stages))
-                    # A load from global memory takes longer than a block: ask for the next block's pages now.
-                    following = pages_of(jnp.minimum(lo + i + 1, num_blocks - 1))
-                    for ref, smem, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
-
-                        @pl.when(done + i >= stages)
-                        def _(free: Any = free) -> None:
-                            plgpu.barrier_wait(free.at[slot])
-
-                        for j, page in enumerate(pages):
-                            target = smem.at[slot, pl.ds(j * page_size, page_size)]
-                            plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, full.at[slot])
-                    return following
-
-                lax.fori_loop(0, hi - lo, step, pages_of(lo))
-                return done + hi - lo
-
-            lax.fori_loop(first, last, segment, jnp.int32(0))
-
-    halves = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    words = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
     kernel = plgpu.kernel(
         body,
         out_type=[
@@ -210,23 +120,37 @@ def pac(
             jax.ShapeDtypeStruct((num_partials, TILE_ROWS), jnp.float32),
             jax.ShapeDtypeStruct((num_partials, TILE_ROWS), jnp.float32),
         ],
-        scratch_types=[
-            plgpu.SMEM((TILE_ROWS, head_dim), dtype, transforms=halves),
-            plgpu.SMEM((stages, block, head_dim), dtype, transforms=halves),
-            plgpu.SMEM((stages, block, head_dim), dtype, transforms=halves),
-            plgpu.SMEM((PARTIALS, TILE_ROWS, head_dim), jnp.float32, transforms=words),
-            plgpu.SMEM((PARTIALS, 2, TILE_ROWS), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=PARTIALS),
-            plgpu.Barrier(num_arrivals=slots, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=slots, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-        ],
-        grid=(segments.cta_ptr.shape[0] - 1,),
+        scratch_types=list(_scratch(sizes)),
+        grid=(runs.shape[0],),
         grid_names=("cta",),
-        num_threads=PARTIALS + 1,
+        num_threads=LANES + 2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(query, key_pages, value_pages, page_id, columns, *segments)
+    return kernel(*inputs)
+
+
+def _scratch(sizes: Sizes) -> Scratch:
+    swizzle = plgpu.SwizzleTransform(128)
+    tiled = (plgpu.TilingTransform((8, 64)), swizzle)
+    ring = plgpu.SMEM((sizes.stages, sizes.block, sizes.head_dim), sizes.dtype, transforms=tiled)
+    rings = (LANES + 1) * sizes.stages
+    return Scratch(
+        query=plgpu.SMEM((LANES, TILE_ROWS, sizes.head_dim), sizes.dtype, transforms=tiled),
+        staged=plgpu.SMEM((sizes.columns // 64, TILE_ROWS, 64), sizes.dtype, transforms=(swizzle,)),
+        keys=ring,
+        values=ring,
+        columns=plgpu.SMEM((sizes.stages, 2 if sizes.causal else 1, BLOCK_TOKENS), jnp.int32),
+        half=plgpu.SMEM((TILE_ROWS, sizes.columns), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), swizzle)),
+        half_rows=plgpu.SMEM((2, TILE_ROWS), jnp.float32),
+        query_scattered=plgpu.Barrier(num_arrivals=staging_arrivals(sizes)),
+        query_together=plgpu.Barrier(num_arrivals=sizes.columns // 64),
+        query_full=plgpu.Barrier(num_barriers=LANES),
+        query_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=LANES),
+        keys_full=plgpu.Barrier(num_arrivals=sizes.slots + 1, num_barriers=rings),  # pages, and the mask
+        values_full=plgpu.Barrier(num_arrivals=sizes.slots, num_barriers=rings),
+        keys_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
+        values_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
+        half_full=plgpu.Barrier(),
+        half_free=plgpu.Barrier(),
+    )

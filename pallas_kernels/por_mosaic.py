@@ -1,14 +1,15 @@
-"""POR on Hopper: merge the partials of every tile, in the order of the plan.
+"""POR on Hopper: merge the partials of every stream, in the order of the plan, and write the output where it belongs.
 
     one thread block per (stream, 16 columns of the head):
 
-        partials p of the stream, 8 at a time ─► w = l 2^(m - M) ─► sum of w O over sum of w ─► output tile
+        partials of the stream, 8 at a time ─► w = l 2^(m - M) ─► sum of w O over sum of w ─► rows of each request
+        lengths of all nodes ─► does the plan still hold? ─► NaN if not
 
 Loading several partials before using any hides the latency of global memory; the order never changes, so results are
 the same from run to run.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,11 +19,25 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.compat import load
-from pallas_kernels.pac_mosaic import PARTIALS, TILE_ROWS
+from pallas_kernels.packing import TILE_ROWS, Packing
+
+#: Nodes are checked in groups of one for each thread.
+NODE_GROUP = 128
 
 _COLUMNS = 16  # of the head, for one thread block
-_UNROLL = 8  # partials in flight
+_UNROLL = 16  # partials in flight
 _LOWEST = -1e20
+_LN2 = 0.6931471805599453
+
+
+class Exactness(NamedTuple):
+    """What must hold for the plan to be exact: `least <= length <= most` for every node, and equal structures."""
+
+    length: jax.Array  # int32 [nodes], nodes a multiple of NODE_GROUP
+    least: jax.Array
+    most: jax.Array
+    structure: jax.Array  # int32 [1]
+    planned_structure: jax.Array
 
 
 def por(
@@ -30,48 +45,74 @@ def por(
     row_max: jax.Array,
     row_sum: jax.Array,
     merge_ptr: jax.Array,
-    merge_segment: jax.Array,
+    tile_unit: jax.Array,
+    request_of_row: jax.Array,
+    used_rows: jax.Array,
+    exactness: Exactness,
     *,
-    num_kv_heads: int,
+    packing: Packing,
+    query_shape: tuple[int, ...],
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Merge the partials of `pac_mosaic.pac`.
 
     Args:
-      out: float32 [segments * 2, 64, H].
-      row_max: float32 [segments * 2, 64], in units of log2.
-      row_sum: float32 [segments * 2, 64].
-      merge_ptr: int32 [streams + 1]; stream tile * K + head merges merge_segment[merge_ptr[u] : merge_ptr[u + 1]].
-      merge_segment: int32 [segments].
-      num_kv_heads: K.
+      out: float32 [partials, 64, H].
+      row_max: float32 [partials, 64], in units of log2.
+      row_sum: float32 [partials, 64].
+      merge_ptr: int32 [streams + 1]; stream tile * K + head merges partials [merge_ptr[u], merge_ptr[u + 1]).
+      tile_unit: int32 [tiles], the unit of the query at which each tile begins, or -1 if its units are not
+        consecutive there.
+      request_of_row: int32 [B], the request of each request row.
+      used_rows: int32 [1]; query rows from there on belong to free request slots.
+      exactness: what the plan relies on.
+      packing: how query rows make up a tile.
+      query_shape: [B, T, N, H].
       dtype: of the output.
 
-    Returns out [K, tiles * 64, H] in `dtype`, max (log2) and sum float32 [K, tiles * 64]. Rows that saw no token have
-    out 0 and sum 0.
+    Returns out [B, T, N, H] in `dtype`, 0 for free request slots, and the rows' max (natural log) and sum, float32
+    [streams, 64]. Rows that saw no token have out 0 and sum 0. Everything is NaN if the plan does not hold.
     """
-    head_dim = out.shape[-1]
+    batch, tokens, num_q_heads, head_dim = query_shape
+    num_kv_heads = num_q_heads // packing.group
     num_streams = merge_ptr.shape[0] - 1
-    num_rows = num_streams // num_kv_heads * TILE_ROWS
+    units, chunk = packing.units, packing.rows_of_unit
+    num_units = batch * tokens * packing.parts
+    most_units = min(units, batch * tokens)
+    by_unit = chunk % 4 == 0  # a copy begins at a multiple of 128 bytes, so other units are written row by row
 
     def body(*refs: Any) -> None:
-        o_ref, m_ref, s_ref, ptr_ref, segment_ref, out_ref, max_ref, sum_ref, out_smem, row_smem = refs
-        stream, part = lax.axis_index("stream"), lax.axis_index("part")
+        o_ref, m_ref, s_ref, ptr_ref, unit_ref, request_ref, used_ref, *refs = refs  # type: ignore[assignment]
+        length_ref, least_ref, most_ref, structure_ref, planned_ref, out_ref, max_ref, sum_ref, out_smem, row_smem = (
+            refs
+        )
+        stream, part_of_head = lax.axis_index("stream"), lax.axis_index("part")
         tile, head = lax.div(stream, jnp.int32(num_kv_heads)), lax.rem(stream, jnp.int32(num_kv_heads))
-        first = ptr_ref[stream] * PARTIALS
-        last = ptr_ref[stream + 1] * PARTIALS
-        begin = pl.multiple_of(part * _COLUMNS, _COLUMNS)
+        first, last = ptr_ref[stream], ptr_ref[stream + 1]
+        begin = pl.multiple_of(part_of_head * _COLUMNS, _COLUMNS)
         rows = plgpu.Layout.WGMMA.reduce(1)
 
         def spread(x: jax.Array) -> jax.Array:
             return lax.broadcast_in_dim(x, (TILE_ROWS, _COLUMNS), [0])
+
+        def wrong_lengths() -> jax.Array:
+            """Count, in each thread, the nodes whose length the plan does not allow."""
+            thread = plgpu.Layout.WG_STRIDED((NODE_GROUP,), 1)
+
+            def add(i: jax.Array, count: jax.Array) -> jax.Array:
+                nodes = pl.ds(pl.multiple_of(i * NODE_GROUP, NODE_GROUP), NODE_GROUP)
+                length, least, most = (load(ref.at[nodes], thread) for ref in (length_ref, least_ref, most_ref))
+                return count + jnp.where((length < least) | (length > most), 1, 0)
+
+            zero = plgpu.layout_cast(jnp.full((NODE_GROUP,), 0, jnp.int32), thread)
+            return lax.fori_loop(0, length_ref.shape[0] // NODE_GROUP, add, zero)
 
         def step(j: jax.Array, carry: tuple) -> tuple:
             acc, most, total = carry
             loaded = []
             for k in range(_UNROLL):
                 i = first + j * _UNROLL + k
-                at = jnp.minimum(i, last - 1)
-                partial = segment_ref[lax.div(at, jnp.int32(PARTIALS))] * PARTIALS + lax.rem(at, jnp.int32(PARTIALS))
+                partial = jnp.minimum(i, last - 1)
                 counted = jnp.where(i < last, 1.0, 0.0).astype(jnp.float32)
                 loaded.append((
                     load(o_ref.at[partial, :, pl.ds(begin, _COLUMNS)], plgpu.Layout.WGMMA),  # [64, 16]
@@ -93,35 +134,72 @@ def por(
             plgpu.layout_cast(jnp.full((TILE_ROWS,), _LOWEST, jnp.float32), rows),
             plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), rows),
         )
-        count = lax.div(last - first + (_UNROLL - 1), jnp.int32(_UNROLL))
-        acc, most, total = lax.fori_loop(0, count, step, carry)
-        out_smem[...] = (acc / spread(jnp.maximum(total, 1e-30))).astype(dtype)
-        row_smem.at[0][...] = most
-        row_smem.at[1][...] = total
-        plgpu.commit_smem()
-        start = pl.multiple_of(tile * TILE_ROWS, TILE_ROWS)
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[head, pl.ds(start, TILE_ROWS), pl.ds(begin, _COLUMNS)])
+        wrong = wrong_lengths()
+        acc, most, total = lax.fori_loop(0, lax.div(last - first + (_UNROLL - 1), jnp.int32(_UNROLL)), step, carry)
+        holds = (jnp.max(wrong) == 0) & (structure_ref[0] == planned_ref[0])
+        spoiled = jnp.where(holds, 0.0, jnp.nan).astype(jnp.float32)
+        row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA)
+        merged = jnp.where(row + tile * packing.tile_rows < used_ref[0], acc / spread(jnp.maximum(total, 1e-30)), 0.0)
+        merged = (merged + spoiled).astype(dtype)
+        unit = unit_ref[tile]
 
-        @pl.when(part == 0)
-        def _() -> None:
-            plgpu.copy_smem_to_gmem(row_smem.at[0], max_ref.at[head, pl.ds(start, TILE_ROWS)])
-            plgpu.copy_smem_to_gmem(row_smem.at[1], sum_ref.at[head, pl.ds(start, TILE_ROWS)])
+        def place(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Return the entry of the query [B x T] and the first q head of a unit."""
+            row, token, part = packing.unit(number, batch, tokens)
+            return request_ref[row] * tokens + token, head * packing.group + part * chunk
+
+        @pl.when(unit >= 0)
+        def _write_together() -> None:
+            out_smem[...] = merged
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[pl.ds(0, most_units * chunk)].reshape(most_units, chunk, _COLUMNS),
+                out_ref.at[pl.ds(unit, most_units), pl.ds(head * packing.group, chunk), pl.ds(begin, _COLUMNS)],
+            )
+
+        @pl.when(unit < 0)
+        def _write_one_by_one() -> None:
+            if by_unit:
+                out_smem[...] = merged
+            else:
+                row_smem.at[:, 0][...] = merged
+            plgpu.commit_smem()
+
+            def write(j: jax.Array, _: None) -> None:
+                number = tile * units + j if by_unit else tile * units + lax.div(j, jnp.int32(chunk))
+                entry, first_head = place(number)
+                if by_unit:
+                    source, heads = out_smem.at[pl.ds(j * chunk, chunk)], pl.ds(first_head, chunk)
+                else:
+                    source, heads = row_smem.at[j, pl.ds(0, 1)], pl.ds(first_head + lax.rem(j, jnp.int32(chunk)), 1)
+
+                @pl.when(number < num_units)
+                def _inside() -> None:
+                    plgpu.copy_smem_to_gmem(source, out_ref.at[entry, heads, pl.ds(begin, _COLUMNS)])
+
+            lax.fori_loop(0, units if by_unit else packing.tile_rows, write, None)
+
+        @pl.when(part_of_head == 0)
+        def _residuals() -> None:
+            max_ref.at[stream][...] = most * _LN2 + spoiled
+            sum_ref.at[stream][...] = total + spoiled
 
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((num_kv_heads, num_rows, head_dim), dtype),
-            jax.ShapeDtypeStruct((num_kv_heads, num_rows), jnp.float32),
-            jax.ShapeDtypeStruct((num_kv_heads, num_rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch * tokens, num_q_heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((num_streams, TILE_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_streams, TILE_ROWS), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((TILE_ROWS, _COLUMNS), dtype),
-            plgpu.SMEM((2, TILE_ROWS), jnp.float32),
+            plgpu.SMEM((TILE_ROWS, _COLUMNS), dtype, transforms=(plgpu.SwizzleTransform(32),)),
+            plgpu.SMEM((TILE_ROWS, 64 // _COLUMNS, _COLUMNS), dtype),  # rows of 128 bytes
         ],
         grid=(num_streams, head_dim // _COLUMNS),
         grid_names=("stream", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(out, row_max, row_sum, merge_ptr, merge_segment)
+    merged, most, total = kernel(out, row_max, row_sum, merge_ptr, tile_unit, request_of_row, used_rows, *exactness)
+    return merged.reshape(query_shape), most, total

@@ -1,6 +1,6 @@
 """`forest_attention` against attention of each request alone over its own gathered K and V."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ from forests import Tree, contexts, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec_jax import Forest, KVPages, PagePool, Plan, PlanError, make_plan
+from codec_jax import Forest, KVPages, PagePool, Plan, PlanError, make_plan, streams
 from codec_jax.attention import forest_attention
 from codec_jax.partial import Partial, pac, por
 
 # Capacities that all forests here share, so that each layout below compiles once.
-REQUESTS, NODES, ENTRIES, PAGES = 10, 24, 128, 128
+REQUESTS, NODES, ENTRIES, PAGES = 10, 128, 128, 128
 SOME_TREES = trees(max_nodes=10, max_length=50, max_requests=8)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -38,9 +38,11 @@ class Layout(NamedTuple):
     tile_rows: int = 16
     num_ctas: int = 5
     block_tokens: int = 64
+    lanes: int = 1
 
     def plan(self, forest: Forest, steps: int = 1) -> Plan:
         rows = forest.request_capacity * self.query_tokens * self.num_q_heads // self.num_kv_heads
+        parts = self.page_size // 8 if self.page_size > self.block_tokens else 1  # of a page, at most
         return make_plan(
             forest,
             num_q_heads=self.num_q_heads,
@@ -51,7 +53,8 @@ class Layout(NamedTuple):
             num_ctas=self.num_ctas,
             tile_rows=self.tile_rows,
             block_tokens=self.block_tokens,
-            block_capacity=-(-rows // self.tile_rows) * ENTRIES,  # every tile reads every page
+            lanes=self.lanes,
+            block_capacity=-(-rows // self.tile_rows) * ENTRIES * parts,  # every tile reads every page
         )
 
     def arrays(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -72,8 +75,25 @@ LAYOUTS = {
     "three query tokens": Layout(6, 3, 80, query_tokens=3, page_size=32, tile_rows=64, num_ctas=1),
     "four query tokens": Layout(4, 4, 64, query_tokens=4, num_ctas=33, block_tokens=16),
     "five query tokens": Layout(4, 1, 128, query_tokens=5, page_size=8, num_ctas=9, block_tokens=24),
+    "pairs of tiles and a single one": Layout(4, 2, 64, tile_rows=8, num_ctas=7, lanes=2),
+    "pairs of tiles, pages in parts": Layout(4, 1, 64, tile_rows=8, page_size=32, block_tokens=16, lanes=2),
+    "pairs of tiles of 63 rows": Layout(6, 2, 80, query_tokens=5, tile_rows=63, block_tokens=48, lanes=2),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wide_streams() -> Iterator[None]:
+    """Let pairs of tiles share even the little that small forests have for both."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", 24)
+        yield
+
+
+def num_wide(plan: Plan) -> int:
+    """Count the segments of two tiles."""
+    segments = plan.segments[: plan.cta_ptr[-1]]
+    return int((segments[:, 0] != segments[:, 1]).sum())
 
 
 class Reference(NamedTuple):
@@ -151,25 +171,34 @@ def assert_close(got: Any, want: np.ndarray, atol: float = 1e-5) -> None:
 
 
 @every_layout
-@settings(max_examples=12)
-@given(tree=SOME_TREES, seed=seeds)
-def test_attention_and_residuals_are_those_of_each_request_alone(layout: Layout, tree: Tree, seed: int) -> None:
+def test_attention_and_residuals_are_those_of_each_request_alone(layout: Layout) -> None:
     """Any forest, on scattered pages, with free request slots, and with requests shorter than the query."""
-    rng = np.random.default_rng(seed)
-    query, key, value = layout.arrays(rng)
-    page_order = rng.permutation(PAGES)
-    forest = forest_of(tree, layout.page_size, page_order)
-    out, (row_max, row_sum) = with_residuals(query, key, value, forest, layout.plan(forest))
-    want = attend_each(query, key, value, slots_of(tree, layout.page_size, page_order))
-    chex.assert_shape(out, query.shape)
-    chex.assert_type([out, row_max, row_sum], jnp.float32)
-    assert_close(out, want.out)
-    assert_close(row_max, want.max)
-    assert_close(row_sum, want.sum, atol=1e-4)
-    unused = slice(len(tree.leaf), None)
-    np.testing.assert_array_equal(out[unused], 0.0)
-    np.testing.assert_array_equal(row_max[unused], -np.inf)
-    np.testing.assert_array_equal(row_sum[unused], 0.0)
+    wide = 0
+
+    @settings(max_examples=12)
+    @given(tree=SOME_TREES, seed=seeds)
+    def check(tree: Tree, seed: int) -> None:
+        nonlocal wide
+        rng = np.random.default_rng(seed)
+        query, key, value = layout.arrays(rng)
+        page_order = rng.permutation(PAGES)
+        forest = forest_of(tree, layout.page_size, page_order)
+        plan = layout.plan(forest)
+        wide += num_wide(plan)
+        out, (row_max, row_sum) = with_residuals(query, key, value, forest, plan)
+        want = attend_each(query, key, value, slots_of(tree, layout.page_size, page_order))
+        chex.assert_shape(out, query.shape)
+        chex.assert_type([out, row_max, row_sum], jnp.float32)
+        assert_close(out, want.out)
+        assert_close(row_max, want.max)
+        assert_close(row_sum, want.sum, atol=1e-4)
+        unused = slice(len(tree.leaf), None)
+        np.testing.assert_array_equal(out[unused], 0.0)
+        np.testing.assert_array_equal(row_max[unused], -np.inf)
+        np.testing.assert_array_equal(row_sum[unused], 0.0)
+
+    check()
+    assert (wide > 0) == (layout.lanes == 2)
 
 
 @pytest.mark.parametrize("query_tokens", [1, 4])
@@ -327,19 +356,23 @@ def append_and_attend(
     return forest_attention(query, pages.key, pages.value, forest, plan), pages, forest
 
 
-@pytest.mark.parametrize("query_tokens", [1, 3])
-def test_one_plan_and_one_compilation_serve_leaves_that_grow_within_its_steps(query_tokens: int) -> None:
-    steps, layout = 6, Layout(query_tokens=query_tokens, page_size=8, tile_rows=8, block_tokens=16)
+@pytest.mark.parametrize(("query_tokens", "lanes"), [(1, 1), (3, 1), (3, 2)])
+def test_one_plan_and_one_compilation_serve_leaves_that_grow_within_its_steps(query_tokens: int, lanes: int) -> None:
+    steps, layout = 6, Layout(query_tokens=query_tokens, page_size=8, tile_rows=8, block_tokens=16, lanes=lanes)
     append_and_attend.clear_cache()
+    wide = 0
 
     @settings(max_examples=8)
     @given(tree=trees(max_nodes=8, max_length=30, max_requests=6), seed=seeds)
     def grow(tree: Tree, seed: int) -> None:
+        nonlocal wide
         rng = np.random.default_rng(seed)
         _, key, value = layout.arrays(rng)
         forest = forest_of(tree, layout.page_size)
         forest, _ = forest.reserve(PagePool.create(PAGES, forest.used_pages), steps)
-        forest, plan, pages = jax.device_put((forest, layout.plan(forest, steps), KVPages(key, value)))
+        plan = layout.plan(forest, steps)
+        wide += num_wide(plan)
+        forest, plan, pages = jax.device_put((forest, plan, KVPages(key, value)))
         # What each request has seen so far, kept apart from pages and slots.
         seen = [
             [list(x.reshape(-1, 2, 64)[context]) for x in (key, value)] for context in contexts(tree, layout.page_size)
@@ -364,6 +397,7 @@ def test_one_plan_and_one_compilation_serve_leaves_that_grow_within_its_steps(qu
             grown += count
 
     grow()
+    assert (wide > 0) == (lanes == 2)
     assert append_and_attend._cache_size() == 1
 
 

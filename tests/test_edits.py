@@ -349,15 +349,17 @@ def test_a_chain_of_full_nodes_merges_into_one_however_the_nodes_are_numbered():
 
 
 def test_capacities_stay_while_they_suffice_and_grow_when_they_must():
-    forest = Forest.from_nodes([-1], [4], [0, 0], page_size=8, request_capacity=4, node_capacity=3)
-    pool = PagePool.create(512, taken=forest.used_pages)
+    # 128 nodes hold the 126 here and two more, for the two requests at node 0, but not four others after that.
+    nodes = 126
+    forest = Forest.from_nodes([-1] * nodes, [4] * nodes, [0, 0], page_size=8, request_capacity=4, node_capacity=128)
+    pool = PagePool.create(640, taken=forest.used_pages)
     parted, pool = forest.reserve(pool, 4)
-    assert parted.node_capacity == 3
+    assert parted.node_capacity == 128
     assert len(parted.pages) == len(forest.pages)
     forked, _ = parted.extend(4).fork([0, 1])
     grown, pool = forked.reserve(pool, 800)
-    assert grown.node_capacity >= 7
-    assert len(grown.pages) >= len(grown.used_pages) == 1 + 2 + 4 * 100
+    assert grown.node_capacity >= nodes + 2 + 4
+    assert len(grown.pages) >= len(grown.used_pages) == nodes + 2 + 4 * 100
     contexts_before = [forked.context_slots(r).tolist() for r in range(4)]
     assert [grown.context_slots(r).tolist() for r in range(4)] == contexts_before
     assert grown.extend(800).request_length.tolist() == [808] * 4

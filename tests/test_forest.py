@@ -10,7 +10,7 @@ from codec_jax import Forest, PagePool, make_plan
 from codec_jax.pages import NO_SLOT
 
 # Fixed capacities, so that a jitted function compiles once per page size and bucket of pages.
-CAPACITY = {"request_capacity": 8, "node_capacity": 24}
+CAPACITY = {"request_capacity": 8, "node_capacity": 200}
 
 
 @jax.jit
@@ -64,6 +64,21 @@ def test_readers_of_every_node_are_one_interval_of_rows(tree, free_requests):
     for node, requests in enumerate(readers(tree)):
         rows = sorted(forest.query_order[requests].tolist())
         assert rows == list(range(forest.row_lo[node], forest.row_hi[node]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(trees(max_nodes=20, max_requests=12), st.permutations(range(20)))
+def test_requests_that_come_depth_first_are_rows_in_their_own_order(tree, rank):
+    """Whatever the order of siblings, and whatever their numbers."""
+
+    def walk(node):
+        children = [child for child, parent in enumerate(tree.parent) if parent == node]
+        below = [end for child in sorted(children, key=rank.__getitem__) for end in walk(child)]
+        return [node] * tree.leaf.count(node) + below
+
+    leaf = walk(-1)
+    forest = Forest.from_nodes(tree.parent, tree.length, leaf)
+    assert forest.query_order.tolist() == list(range(len(leaf)))
 
 
 @settings(deadline=None, max_examples=100)
@@ -147,7 +162,7 @@ def test_equal_lists_end_at_one_node_and_a_prefix_ends_at_an_inner_node():
 
 def test_from_sequences_takes_rows_of_an_array_and_capacities():
     forest = Forest.from_sequences(np.asarray([[5, 6], [5, 7]], np.int32), **CAPACITY)
-    assert (forest.request_capacity, forest.node_capacity) == (8, 24)
+    assert (forest.request_capacity, forest.node_capacity) == (8, 256)  # nodes come in groups of 128
     assert [len(forest.context_slots(r)) for r in range(8)] == [2, 2, 0, 0, 0, 0, 0, 0]
 
 
@@ -341,7 +356,11 @@ def test_from_nodes_names_the_bad_argument(change, message):
         ([[2**31]], {}, r"token_lists\[0\]: expected integers below 2\*\*31, got 2147483648"),
         ([[1]], {"page_size": 9}, r"page_size: expected a positive multiple of 8, got 9"),
         ([[1], [2]], {"request_capacity": 1}, r"request_capacity: expected at least the 2 in use, got 1"),
-        ([[1], [2]], {"node_capacity": 1}, r"node_capacity: expected at least the 2 in use, got 1"),
+        (
+            [[i] for i in range(129)],
+            {"node_capacity": 128},
+            r"node_capacity: expected at least the 129 in use, got 128",
+        ),
     ],
 )
 def test_from_sequences_names_the_bad_argument(lists, options, message):

@@ -14,7 +14,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec_jax import OutOfPagesError, OutOfSlotsError
+from codec_jax import OutOfPagesError, OutOfSlotsError, streams
 from codec_jax.nnx import Decoder, DecoderConfig, Decoding, Sampler, prefill
 from codec_jax.nnx import sampler as sampler_module
 from codec_jax.plan import Tiling
@@ -77,8 +77,8 @@ class Setup(NamedTuple):
 def setup() -> Iterator[Setup]:
     """One sampler for all tests, so that its steps compile once.
 
-    The weights make for sharp attention and texts that do not repeat; tiles and blocks are small, so that plans have
-    many of them, as on any device they have for larger forests.
+    The weights make for sharp attention and texts that do not repeat; tiles and blocks are small and pairs of tiles
+    share what little both read, so that plans look as on a GPU they look for larger forests.
     """
     config = DecoderConfig(
         vocab_size=VOCAB,
@@ -99,11 +99,13 @@ def setup() -> Iterator[Setup]:
         weights,
     )
     model = nnx.merge(graph, weights)
-    sampler = Sampler(
-        model, max_requests=REQUESTS, num_pages=PAGES, page_size=PAGE_SIZE, max_context=CONTEXT, steps=STEPS
-    )
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Tiling, "of_device", classmethod(lambda cls: cls(num_ctas=5, tile_rows=8, block_tokens=32)))
+        tiling = Tiling(num_ctas=5, tile_rows=8, block_tokens=32, lanes=2)
+        monkeypatch.setattr(Tiling, "of_device", classmethod(lambda cls, *sizes: tiling))
+        monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", PAGE_SIZE)
+        sampler = Sampler(
+            model, max_requests=REQUESTS, num_pages=PAGES, page_size=PAGE_SIZE, max_context=CONTEXT, steps=STEPS
+        )
         yield Setup(sampler, Dense(model))
 
 

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Int
+
 from codec_jax import checks
 from codec_jax.arrays import Integers
 
@@ -21,6 +24,14 @@ def check_prompts(prompts: Sequence[Integers], max_requests: int, max_context: i
         if not 0 < len(tokens) <= max_context:
             raise ValueError(f"prompts[{i}]: expected 1 to max_context = {max_context} tokens, got {len(tokens)}")
         checks.tokens(f"prompts[{i}]", tokens, vocab_size)
+
+
+def check_streams(streams: Integers, requests: int) -> Int[np.ndarray, " requests"]:
+    """Return the numbers of the requests' random streams, or raise ValueError if they cannot be."""
+    numbers = checks.int_vector("streams", streams)
+    if len(numbers) != requests or numbers.min() < 0:
+        raise ValueError(f"streams: expected {requests} numbers of at least 0, one for each request, got {streams}")
+    return numbers
 
 
 def check_room(name: str, tokens: int, length: int, max_context: int) -> None:

@@ -13,7 +13,7 @@ state that was passed to `decode` must not be used again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -29,53 +29,16 @@ from codec_jax.errors import OutOfPagesError
 from codec_jax.forest import Forest
 from codec_jax.nnx import options
 from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.decoding import Completion, Decoding, Generated
 from codec_jax.nnx.prefill import MOST_CHUNK_TOKENS, prefill_waves
 from codec_jax.nnx.steps import decode_loop, prefill_step
 from codec_jax.order import NO_NODE
 from codec_jax.pages import KVPages, PagePool
-from codec_jax.plan import Plan, Tiling, make_plan
+from codec_jax.plan import Plan, Tiling, block_slots, make_plan
 from codec_jax.traffic import Traffic, count_decode, count_pass
 
 #: Nodes that a path may have before the decode step is compiled anew for longer block lists.
 _EXPECTED_DEPTH = 8
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Everything between two calls of the sampler; request slots index all per-request arrays."""
-
-    forest: Forest
-    pool: PagePool
-    cache: tuple[KVPages, ...]
-    logits: Float[Array, "B V"]  # of each request's next token
-    stream: Int[np.ndarray, " B"]  # numbers the random stream of each request
-    next_stream: int
-    block_capacity: int
-    traffic: Traffic
-
-    @property
-    def requests(self) -> list[int]:
-        """Request slots in use."""
-        return np.flatnonzero(self.forest.active).tolist()
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What one `decode` call appended, by request slot."""
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]  # of each token, under the model's own distribution
-    stopped: list[bool]  # whether the last token is a stop token
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished continuation of a prompt."""
-
-    prompt: int
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: str  # "stop" or "length"
 
 
 class Sampler:
@@ -122,6 +85,10 @@ class Sampler:
             steps,
         )
         self.max_context = max_context
+        # Sizes for a full pool, so that they never change.
+        config = model.config
+        group = config.num_q_heads // config.num_kv_heads
+        self._tiling = Tiling.of_device(num_pages * page_size, group, config.num_kv_heads, config.head_dim)
         self._new_cache = lambda: model.new_cache(num_pages, page_size)
         self._decode = jax.jit(
             lambda weights, *rest: decode_loop(nnx.merge(graph, weights), steps, implementation, *rest),
@@ -132,13 +99,18 @@ class Sampler:
             donate_argnums=(1,),
         )
 
-    def start(self, prompts: Sequence[Integers], *, progress: bool = False) -> Decoding:
+    def start(
+        self, prompts: Sequence[Integers], *, streams: Integers | None = None, progress: bool = False
+    ) -> Decoding:
         """Find the prefixes that the prompts share, and prefill each of them once.
 
-        Prompt i becomes request i. Raises ValueError for an empty or too long prompt, a token out of range, or too
-        many prompts; OutOfPagesError if the pool does not hold them.
+        Prompt i becomes request i. `streams` numbers the random stream of each, 0, 1, ... by default: give a prompt
+        the same number in any batch, and it draws the same random numbers. Raises ValueError for an empty or too long
+        prompt, a token out of range, too many prompts, or streams that are not one number of at least 0 for each;
+        OutOfPagesError if the pool does not hold them.
         """
         options.check_prompts(prompts, self.max_requests, self.max_context, self.config.vocab_size)
+        numbers = options.check_streams(range(len(prompts)) if streams is None else streams, len(prompts))
         forest = Forest.from_sequences(prompts, page_size=self.page_size, request_capacity=self.max_requests)
         if len(forest.used_pages) > self.num_pages:
             raise OutOfPagesError(
@@ -147,13 +119,15 @@ class Sampler:
             )
         forest = forest.rebuild(node_capacity=_EXPECTED_DEPTH * self.max_requests, entry_capacity=self.num_pages)
         cache, logits = self._prefill_forest(forest, prompts, progress)
+        stream = np.zeros(self.max_requests, np.int32)
+        stream[: len(prompts)] = numbers
         return Decoding(
             forest=forest,
             pool=PagePool.create(self.num_pages, forest.used_pages),
             cache=cache,
             logits=logits,
-            stream=np.where(forest.active, np.arange(self.max_requests), 0).astype(np.int32),
-            next_stream=len(prompts),
+            stream=stream,
+            next_stream=int(numbers.max()) + 1,
             block_capacity=self._block_capacity(),
             traffic=Traffic(),
         )
@@ -222,7 +196,7 @@ class Sampler:
                 pool=pool,
                 cache=cache,
                 logits=logits,
-                block_capacity=plan.page_id.shape[0],
+                block_capacity=plan.pages.shape[0],
                 traffic=state.traffic + count_decode(growers, plan, counts),
             )
             for request in growing.tolist():
@@ -314,23 +288,28 @@ class Sampler:
         top_k: int | None = None,
         top_p: float = 1.0,
         seed: int = 0,
+        streams: Integers | None = None,
         on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_completion: Callable[[int, Completion], None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete every prompt `samples` times; completions come prompt by prompt.
 
-        Requests leave the forest as they finish. Options and errors are those of `start` and `decode`; `on_tokens`
-        gets the index of the completion. `progress` shows bars for prefill and decoding. If the pool runs out, the
+        Requests leave the forest as they finish. Options and errors are those of `start` and `decode`, with a stream
+        for each completion; `on_tokens` gets the index of the completion, and so does `on_completion`, which is
+        called as soon as one is finished. `progress` shows bars for prefill and decoding. If the pool runs out, the
         OutOfPagesError carries the completions so far as `generated`.
         """
         checks.positive("samples", samples)
         repeated = [prompt for prompt in prompts for _ in range(samples)]
         options.check_prompts(repeated, self.max_requests, self.max_context, self.config.vocab_size)
         options.check_room("max_new_tokens", max_new_tokens, max(map(len, prompts)), self.max_context)
-        state = self.start(repeated, progress=progress)
+        state = self.start(repeated, streams=streams, progress=progress)
         done = [Completion(r // samples, [], [], "length") for r in state.requests]
         left = max_new_tokens
-        with tqdm(total=max_new_tokens * len(done), desc="decode", unit="token", disable=not progress) as bar:
+        with tqdm(
+            total=max_new_tokens * len(done), desc="decode", unit="token", leave=None, disable=not progress
+        ) as bar:
             while state.requests and left > 0:
                 try:
                     state, new = self.decode(
@@ -354,6 +333,9 @@ class Sampler:
                 stopped = [request for request in state.requests if new.stopped[request]]
                 for request in stopped:
                     done[request] = replace(done[request], finish_reason="stop")
+                if on_completion is not None:
+                    for request in stopped if left else state.requests:
+                        on_completion(request, done[request])
                 state = self.prune(state, stopped)
         return done
 
@@ -367,17 +349,17 @@ class Sampler:
             head_dim=self.config.head_dim,
             steps=self.steps,
             query_tokens=query_tokens,
+            block_tokens=self._tiling.block_tokens,
             block_capacity=block_capacity,
         )
 
     def _block_capacity(self) -> int:
         """Bound the blocks of any plan: every tile reads every page, or every request its longest path."""
-        tiling = Tiling.of_device()
-        slots = max(1, tiling.block_tokens // self.page_size)
-        rows = self.max_requests * self.config.num_q_heads // self.config.num_kv_heads
-        tiles = -(-rows // tiling.tile_rows)
+        slot_tokens, slots = block_slots(self.page_size, self._tiling.block_tokens)
+        tiles = -(-self.max_requests * self.config.num_q_heads // (self.config.num_kv_heads * self._tiling.tile_rows))
         paths = self.max_requests * (-(-self.max_context // self.page_size) + _EXPECTED_DEPTH)
-        return bucket(-(-min(tiles * self.num_pages, paths) // slots) + tiles)
+        parts = min(tiles * self.num_pages, paths) * (self.page_size // slot_tokens)
+        return bucket(-(-parts // slots) + 2 * tiles)
 
     def _prefill_forest(
         self, forest: Forest, prompts: Sequence[Integers], progress: bool
@@ -385,7 +367,7 @@ class Sampler:
         """Compute K and V of every node once, in waves of chunks, and the logits after each prompt."""
         cache = self._new_cache()
         logits = jnp.zeros((self.max_requests, self.config.vocab_size), jnp.float32)
-        for wave in tqdm(prefill_waves(forest, prompts), desc="prefill", disable=not progress):
+        for wave in tqdm(prefill_waves(forest, prompts), desc="prefill", leave=None, disable=not progress):
             plan = self._plan(wave.chunks, wave.tokens.shape[1], 0)
             cache, logits = self._prefill(
                 self._weights, cache, logits, wave.chunks, plan, wave.tokens, wave.store, wave.chunk_of_request

@@ -1,0 +1,140 @@
+"""Streams: the KV pages that each row tile, or each pair of row tiles, reads.
+
+A narrow stream serves one row tile. A wide stream serves two neighbouring tiles and holds the pages that both read, so
+that those are loaded once for both. Every (row, KV token) that is visible is in exactly one stream.
+
+    rows      [ tile 0 ][ tile 1 ][ tile 2 ]        node A is read by all rows, node B by those of tile 1
+    streams   [ wide 0: A        ]
+              [narrow 0][narrow 1][narrow 2]        narrow 1: B;  narrow 2: A
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from codec_jax.arrays import expand
+from codec_jax.forest import Forest
+
+#: Pages for fewer KV tokens than this stay in the narrow streams of the two tiles: a stream has fixed costs.
+LEAST_WIDE_TOKENS = 8192
+
+
+class Rows(NamedTuple):
+    """How query rows make up tiles."""
+
+    per_request: int  # T x G
+    query_tokens: int  # T
+    of_tile: int
+    num_tiles: int
+
+
+class Streams(NamedTuple):
+    """Pages by stream, unmasked pages first; wide streams come before narrow ones."""
+
+    tile: Int[np.ndarray, " streams"]  # the first tile
+    other_tile: Int[np.ndarray, " streams"]  # the second tile of a wide stream, else the first again
+    # Of each page of each stream. A page here holds `slot_tokens` tokens: a page of the pool, or a part of one.
+    stream: Int[np.ndarray, " pages"]
+    masked: Int[np.ndarray, " pages"]  # whether some row of the stream does not see all of its tokens
+    page: Int[np.ndarray, " pages"]
+    node: Int[np.ndarray, " pages"]
+    token: Int[np.ndarray, " pages"]  # index within the node of its first token
+    lo: Int[np.ndarray, " pages"]  # rows that read it, counted from the first row of the stream's first tile
+    hi: Int[np.ndarray, " pages"]
+
+
+def pages_of_streams(
+    forest: Forest,
+    most_length: Int[np.ndarray, " nodes"],
+    rows: Rows,
+    *,
+    slot_tokens: int,
+    steps: int,
+    pairs: bool,
+) -> Streams:
+    """List every (stream, page) such that some row of the stream reads the page while leaves grow by `steps`.
+
+    `pairs` allows wide streams.
+    """
+    node = np.flatnonzero((forest.row_hi > forest.row_lo) & (most_length > 0))
+    lo, hi = forest.row_lo[node] * rows.per_request, forest.row_hi[node] * rows.per_request
+    node_pages = -(-most_length[node] // slot_tokens)
+    num_pairs = rows.num_tiles // 2 if pairs else 0
+    source, stream = _streams_of_nodes(
+        lo // rows.of_tile, (hi - 1) // rows.of_tile, node_pages * slot_tokens, num_pairs
+    )
+
+    pair, single = np.arange(num_pairs), np.arange(rows.num_tiles)
+    tile, other_tile = np.concatenate([pair * 2, single]), np.concatenate([pair * 2 + 1, single])
+    stream_lo, width = tile * rows.of_tile, (1 + other_tile - tile) * rows.of_tile
+    used_rows = int(forest.active.sum()) * rows.per_request
+    stream_hi = np.minimum((other_tile + 1) * rows.of_tile, used_rows)
+
+    entry, nth_page = expand(node_pages[source])
+    node, lo, hi, stream = node[source][entry], lo[source][entry], hi[source][entry], stream[entry]
+    token = nth_page * slot_tokens
+    full = (token + slot_tokens <= forest.length[node]) & (lo <= stream_lo[stream]) & (hi >= stream_hi[stream])
+    visible = np.ones(len(stream), bool)
+    if rows.query_tokens > 1:
+        least, most = _positions_of_tiles(forest, rows)
+        first = forest.start[node] + token
+        full &= first + slot_tokens - 1 <= np.minimum(least[tile], least[other_tile])[stream]
+        visible = first - np.maximum(most[tile], most[other_tile])[stream] <= steps
+    order = np.argsort(stream * 2 + ~full, kind="stable")
+    order = order[visible[order]]
+    per_page = forest.page_size // slot_tokens
+    entries = forest.page_offset[node] + nth_page // per_page
+    return Streams(
+        tile=tile,
+        other_tile=other_tile,
+        stream=stream[order],
+        masked=~full[order],
+        page=(forest.pages[entries] * per_page + nth_page % per_page)[order],
+        node=node[order],
+        token=token[order],
+        lo=np.maximum(lo - stream_lo[stream], 0)[order],
+        hi=np.minimum(hi - stream_lo[stream], width[stream])[order],
+    )
+
+
+def _streams_of_nodes(
+    first_tile: Int[np.ndarray, " n"], last_tile: Int[np.ndarray, " n"], tokens: Int[np.ndarray, " n"], num_pairs: int
+) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]:
+    """Assign each node, read by tiles first to last, to streams: returns (node, stream) for each assignment.
+
+    Both tiles of a pair read a node through the pair's wide stream, provided that such nodes have enough tokens.
+    """
+    # Pair p is tiles 2p and 2p + 1.
+    first_pair, past_pair = -(-first_tile // 2), np.minimum((last_tile + 1) // 2, num_pairs)
+    in_pairs, nth = expand(np.maximum(past_pair - first_pair, 0))
+    pair = first_pair[in_pairs] + nth
+    worthwhile = np.bincount(pair, tokens[in_pairs], minlength=num_pairs) >= LEAST_WIDE_TOKENS
+    wide = worthwhile[pair]
+    in_pairs, pair = in_pairs[wide], pair[wide]
+
+    singly, nth = expand(last_tile - first_tile + 1)
+    tile = first_tile[singly] + nth
+    if num_pairs:
+        # A tile leaves the node to its pair if the pair is worthwhile and the other tile reads the node too.
+        of_tile = np.minimum(tile // 2, num_pairs - 1)
+        other = tile ^ 1
+        left = worthwhile[of_tile]
+        left &= (other >= first_tile[singly]) & (other <= last_tile[singly])
+        singly, tile = singly[~left], tile[~left]
+    return np.concatenate([in_pairs, singly]), np.concatenate([pair, num_pairs + tile])
+
+
+def _positions_of_tiles(forest: Forest, rows: Rows) -> tuple[Int[np.ndarray, " tiles"], Int[np.ndarray, " tiles"]]:
+    """Return the least and the greatest position of each tile's query tokens; free slots do not count."""
+    used = np.repeat(forest.active[forest.request_of_row], rows.per_request)
+    position = forest.positions(rows.query_tokens)[forest.request_of_row]
+    position = np.repeat(position.reshape(-1), rows.per_request // rows.query_tokens)
+    padding = rows.num_tiles * rows.of_tile - len(position)
+    shape = (rows.num_tiles, rows.of_tile)
+    huge = np.iinfo(np.int32).max // 2
+    least = np.pad(np.where(used, position, huge), (0, padding), constant_values=huge).reshape(shape)
+    most = np.pad(np.where(used, position, -huge), (0, padding), constant_values=-huge).reshape(shape)
+    return least.min(1), most.max(1)

@@ -1,0 +1,204 @@
+"""The computing warpgroups of PAC, one a lane: scores, online softmax, values, and a partial at a segment's end."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load, transposed
+from pallas_kernels.pac_pipeline import LANES, Pipeline, Segment
+from pallas_kernels.packing import TILE_ROWS
+
+_HIDDEN = -1e30  # the score of a token that a row does not see
+_LOWEST = -1e20  # the least maximum of a row: exp2(_HIDDEN - _LOWEST) is 0, not 1
+
+
+class _State(NamedTuple):
+    """Softmax of a tile so far, not normalised; maximum in units of log2."""
+
+    accs: list[jax.Array]  # [64, columns] each
+    max: jax.Array  # [64]
+    sum: jax.Array
+
+
+class _Share(NamedTuple):
+    """A lane's part of a segment."""
+
+    segment: Segment
+    lane: jax.Array  # whose tile
+    buffer: jax.Array  # of the query
+    done: jax.Array  # blocks of earlier segments
+    stride: jax.Array  # the lane works on blocks first, first + stride, ...
+    first: jax.Array
+
+    def blocks_before(self, end: jax.Array) -> jax.Array:
+        """Count the lane's blocks before block `end` of the segment."""
+        return lax.div(jnp.maximum(end - self.first + self.stride - 1, 0), self.stride)
+
+
+def compute(pipeline: Pipeline) -> None:
+    """Work on this lane's blocks of every segment."""
+    scratch, warpgroup = pipeline.scratch, pipeline.warpgroup
+    for buffer in range(LANES):
+        plgpu.barrier_arrive(scratch.query_free.at[buffer])  # free to begin with
+
+    @pl.when(warpgroup == 0)
+    def _free_to_begin_with() -> None:
+        plgpu.barrier_arrive(scratch.half_free)
+
+    def work(segment: Segment, _: Segment, done: jax.Array, turn: jax.Array, __: None) -> None:
+        wide = segment.is_wide
+        share = _Share(
+            segment=segment,
+            lane=jnp.where(wide, warpgroup, 0),
+            buffer=jnp.where(wide, warpgroup, turn),
+            done=done,
+            stride=jnp.where(wide, 1, LANES),
+            first=jnp.where(wide, 0, lax.rem(warpgroup + done, jnp.int32(LANES))),
+        )
+        buffer = jnp.where(wide, 0, turn)
+        plgpu.barrier_wait(scratch.query_full.at[buffer])
+
+        @pl.when(wide)
+        def _second_buffer() -> None:
+            plgpu.barrier_wait(scratch.query_full.at[1])
+
+        middle = share.blocks_before(segment.masked - segment.lo)
+        count = share.blocks_before(segment.hi - segment.lo)
+        state = lax.fori_loop(0, middle, functools.partial(_step, pipeline, share, masked=False), _nothing(pipeline))
+        state = lax.fori_loop(middle, count, functools.partial(_step, pipeline, share, masked=True), state)
+        plgpu.barrier_arrive(scratch.query_free.at[buffer])
+
+        @pl.when(wide)
+        def _own() -> None:
+            plgpu.barrier_arrive(scratch.query_free.at[1])
+            _write(pipeline, jnp.where(warpgroup == 0, segment.partial, segment.other_partial), state)
+
+        @pl.when(jnp.logical_not(wide) & (warpgroup == 1))
+        def _hand_over() -> None:
+            _give_half(pipeline, state)
+
+        @pl.when(jnp.logical_not(wide) & (warpgroup == 0))
+        def _merge() -> None:
+            _write(pipeline, segment.partial, _take_half(pipeline, state))
+
+    pipeline.each_segment(work)
+
+
+def _nothing(pipeline: Pipeline) -> _State:
+    columns, rows = pipeline.sizes.columns, plgpu.Layout.WGMMA.reduce(1)
+    zeros = plgpu.layout_cast(jnp.full((TILE_ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA)
+    return _State(
+        accs=[zeros] * (pipeline.sizes.head_dim // columns),
+        max=plgpu.layout_cast(jnp.full((TILE_ROWS,), _HIDDEN, jnp.float32), rows),
+        sum=plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), rows),
+    )
+
+
+def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked: bool) -> _State:
+    """Add the lane's block j; the other lane keeps the tensor cores busy during the softmax."""
+    scratch, sizes, segment = pipeline.scratch, pipeline.sizes, share.segment
+    number = share.done + j * share.stride + share.first
+    slot = pipeline.slot(number)
+    plgpu.barrier_wait(pipeline.full(scratch.keys_full, segment, number))
+
+    def multiply_keys(scores_ref: Any) -> jax.Array:
+        plgpu.wgmma(scores_ref, scratch.query.at[share.buffer], transposed(scratch.keys.at[slot]))
+        return scores_ref[...]
+
+    scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))  # [64, block]
+    _release(segment, scratch.keys_free, slot)
+    scores = _hide(pipeline, share, slot, scores) if masked else scores
+    row_max = jnp.maximum(jnp.maximum(state.max, scores.max(axis=1) * sizes.factor), _LOWEST)  # [64]
+    fade = jnp.exp2(state.max - row_max)
+    weights = jnp.exp2(scores * sizes.factor - _spread(row_max, sizes.block))  # [64, block]
+    accs = [acc * _spread(fade, sizes.columns) for acc in state.accs]
+    rounded = weights.astype(sizes.dtype)
+    row_sum = state.sum * fade + weights.sum(axis=1)
+    plgpu.barrier_wait(pipeline.full(scratch.values_full, segment, number))
+
+    def multiply_values(acc_refs: list[Any]) -> None:
+        for i, acc_ref in enumerate(acc_refs):
+            plgpu.wgmma(acc_ref, rounded, scratch.values.at[slot, :, pl.ds(i * sizes.columns, sizes.columns)])
+
+    accs = pl.run_state(multiply_values)([plgpu.ACC.init(acc) for acc in accs])  # [64, columns] each
+    _release(segment, scratch.values_free, slot)
+    return _State(accs, row_max, row_sum)
+
+
+def _hide(pipeline: Pipeline, share: _Share, slot: jax.Array, scores: jax.Array) -> jax.Array:
+    """Lower the scores of tokens that a row does not see."""
+    sizes, inputs, columns = pipeline.sizes, pipeline.inputs, pipeline.scratch.columns
+    along = plgpu.Layout.WGMMA.reduce(0)
+
+    def over_columns(x: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(x, scores.shape, [1])
+
+    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
+    row += share.lane * sizes.packing.tile_rows  # rows count over both tiles of a wide segment
+    readers = load(columns.at[slot, 0, pl.ds(0, sizes.block)], along)  # [block]
+    first, end = over_columns(readers & 0xFFFF), over_columns(lax.shift_right_logical(readers, 16))
+    scores = jnp.where((row >= first) & (row < end), scores, _HIDDEN)
+    if sizes.causal:
+        tile = jnp.where(share.lane == 0, share.segment.tile, share.segment.other_tile)
+        at = pl.ds(tile * sizes.packing.tile_rows, TILE_ROWS)
+        query_position = load(inputs.query_position.at[at], plgpu.Layout.WGMMA.reduce(1))  # [64]
+        position = load(columns.at[slot, 1, pl.ds(0, sizes.block)], along)  # [block]
+        past = over_columns(position) <= _spread(query_position, sizes.block)
+        scores = jnp.where(past, scores, _HIDDEN)
+    return scores
+
+
+def _release(segment: Segment, barrier: Any, slot: jax.Array) -> None:
+    """Give a slot back to the loader, which expects an arrival for each lane."""
+    plgpu.barrier_arrive(barrier.at[slot])
+
+    @pl.when(jnp.logical_not(segment.is_wide))
+    def _for_the_other_lane() -> None:
+        plgpu.barrier_arrive(barrier.at[slot])
+
+
+def _give_half(pipeline: Pipeline, state: _State) -> None:
+    """Pass lane 1's state to lane 0 through shared memory."""
+    scratch = pipeline.scratch
+    for i, acc in enumerate(state.accs):
+        plgpu.barrier_wait(scratch.half_free)
+        scratch.half[...] = acc
+        if i == 0:
+            scratch.half_rows.at[0][...] = state.max
+            scratch.half_rows.at[1][...] = state.sum
+        plgpu.barrier_arrive(scratch.half_full)
+
+
+def _take_half(pipeline: Pipeline, state: _State) -> _State:
+    """Merge lane 1's state into lane 0's (POR of two)."""
+    scratch, columns, rows = pipeline.scratch, pipeline.sizes.columns, plgpu.Layout.WGMMA.reduce(1)
+    accs = []
+    for i, acc in enumerate(state.accs):
+        plgpu.barrier_wait(scratch.half_full)
+        if i == 0:
+            other_max, other_sum = load(scratch.half_rows.at[0], rows), load(scratch.half_rows.at[1], rows)
+            row_max = jnp.maximum(state.max, other_max)
+            fade, other_fade = jnp.exp2(state.max - row_max), jnp.exp2(other_max - row_max)
+        other = load(scratch.half, plgpu.Layout.WGMMA)
+        accs.append(acc * _spread(fade, columns) + other * _spread(other_fade, columns))
+        plgpu.barrier_arrive(scratch.half_free)
+    return _State(accs, row_max, state.sum * fade + other_sum * other_fade)
+
+
+def _write(pipeline: Pipeline, partial: jax.Array, state: _State) -> None:
+    outputs, columns = pipeline.outputs, pipeline.sizes.columns
+    share = 1.0 / _spread(jnp.maximum(state.sum, 1e-30), columns)
+    for i, acc in enumerate(state.accs):
+        outputs.out.at[partial, :, pl.ds(i * columns, columns)][...] = acc * share
+    outputs.max.at[partial][...] = state.max
+    outputs.sum.at[partial][...] = state.sum
+
+
+def _spread(rows: jax.Array, width: int) -> jax.Array:
+    """Repeat a value of each row along the columns."""
+    return lax.broadcast_in_dim(rows, (TILE_ROWS, width), [0])

@@ -1,0 +1,51 @@
+"""The loading warpgroup of PAC: one copy per page and ring, as far ahead as the rings allow."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.pac_pipeline import Page, Pipeline, Segment
+
+_Ids = tuple[jax.Array, ...]
+
+
+def load_blocks(pipeline: Pipeline) -> None:
+    """Fill the rings of K and V, block after block of every segment."""
+    inputs, scratch, sizes = pipeline.inputs, pipeline.scratch, pipeline.sizes
+    rings = (
+        (inputs.key_pages, scratch.keys, scratch.keys_full, scratch.keys_free),
+        (inputs.value_pages, scratch.values, scratch.values_full, scratch.values_free),
+    )
+
+    def ids_of(block: jax.Array) -> _Ids:
+        return tuple(inputs.pages[block, j, Page._fields.index("page_id")] for j in range(sizes.slots))
+
+    def work(segment: Segment, next_segment: Segment, done: jax.Array, _: jax.Array, ids: _Ids) -> _Ids:
+        count = segment.hi - segment.lo
+
+        def step(i: jax.Array, ids: _Ids) -> _Ids:
+            number = done + i
+            slot = pipeline.slot(number)
+            # A load from global memory takes longer than a block: ask for the next block's pages now.
+            following = ids_of(jnp.where(i + 1 < count, segment.lo + i + 1, next_segment.lo))
+            for pages, ring, full, free in rings:
+
+                @pl.when(number >= sizes.stages)
+                def _wait(free: Any = free) -> None:
+                    plgpu.barrier_wait(free.at[slot])
+
+                for j, page in enumerate(ids):
+                    plgpu.copy_gmem_to_smem(
+                        pages.at[page, :, segment.head],  # [page_size, H]
+                        ring.at[slot, pl.ds(j * sizes.page_size, sizes.page_size)],
+                        pipeline.full(full, segment, number),
+                    )
+            return following
+
+        return lax.fori_loop(0, count, step, ids)
+
+    pipeline.each_segment(work, pipeline.first_pages)

@@ -1,0 +1,165 @@
+"""What the warpgroups of PAC share: a thread block's segments, its references, and the barriers of its rings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.packing import Packing
+
+#: Computing warpgroups, and so row tiles of a wide segment.
+LANES = 2
+#: Most KV tokens of a block: one for each thread of the warpgroup that makes the mask.
+BLOCK_TOKENS = 128
+
+
+class Segment(NamedTuple):
+    """Blocks [lo, hi) of one kv head for two lanes; those from `masked` on need the mask. Columns of `segments`."""
+
+    tile: Any  # of lane 0
+    other_tile: Any  # of lane 1; the same in a narrow segment
+    head: Any
+    lo: Any
+    masked: Any
+    hi: Any
+    partial: Any  # where lane 0 writes
+    other_partial: Any
+    unit: Any  # entry of the query that the tile begins with, or -1 if its units are not consecutive there
+    other_unit: Any
+
+    @property
+    def is_wide(self) -> jax.Array:
+        """Whether the lanes hold a tile each, and both work on every block."""
+        return self.tile != self.other_tile
+
+
+class Page(NamedTuple):
+    """One page of a block. Columns of `pages`."""
+
+    page_id: Any
+    node: Any  # entry of `node_length` that bounds its tokens
+    token: Any  # index of its first token within the node
+    readers: Any  # rows that see it: first + (last + 1 << 16), counted over the rows of both tiles of a wide segment
+
+
+class Inputs(NamedTuple):
+    """References in global memory, in the order of the kernel's arguments."""
+
+    query: Any  # [B x T, N, H]
+    key_pages: Any
+    value_pages: Any
+    request_of_row: Any
+    node_length: Any
+    pages: Any
+    segments: Any
+    runs: Any
+    node_start: Any = None  # with causal masks only
+    query_position: Any = None
+
+
+class Outputs(NamedTuple):
+    """References in global memory."""
+
+    out: Any  # [partials, 64, H]
+    max: Any  # [partials, 64]
+    sum: Any
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers."""
+
+    query: Any  # [LANES, 64, H], as wgmma wants it
+    staged: Any  # [columns / 64, 64, 64], query rows as they come
+    keys: Any  # [stages, block, H]
+    values: Any
+    columns: Any  # [stages, 1 or 2, BLOCK_TOKENS]: readers, and positions, of each token
+    half: Any  # [64, columns]: what lane 1 of a narrow segment hands to lane 0
+    half_rows: Any  # [2, 64]
+    query_scattered: Any
+    query_together: Any
+    query_full: Any
+    query_free: Any
+    keys_full: Any
+    values_full: Any
+    keys_free: Any
+    values_free: Any
+    half_full: Any
+    half_free: Any
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is known when the kernel is compiled."""
+
+    packing: Packing
+    batch: int
+    query_tokens: int
+    head_dim: int
+    page_size: int
+    slots: int
+    stages: int
+    factor: float  # from scores to units of log2
+    causal: bool
+    dtype: Any
+
+    @property
+    def block(self) -> int:
+        """KV tokens of a block."""
+        return self.slots * self.page_size
+
+    @property
+    def columns(self) -> int:
+        """Columns of the head that one accumulator or staging buffer holds."""
+        return self.head_dim if self.head_dim <= 128 else 64
+
+    @property
+    def most_units(self) -> int:
+        """Units of a tile that the query has at all."""
+        return min(self.packing.units, self.batch * self.query_tokens)
+
+
+class Pipeline:
+    """One thread block's view: every warpgroup walks the same segments and blocks, each in its role."""
+
+    def __init__(self, inputs: Inputs, outputs: Outputs, scratch: Scratch, sizes: Sizes) -> None:
+        """Load what the thread block needs to begin with, in one round trip to memory."""
+        self.inputs, self.outputs, self.scratch, self.sizes = inputs, outputs, scratch, sizes
+        self.warpgroup = lax.axis_index("warpgroup")
+        cta, columns = lax.axis_index("cta"), inputs.runs.shape[1]
+        self.first, self._last, *rest = (inputs.runs[cta, column] for column in range(columns))
+        self._first_segment = Segment(*rest[: len(Segment._fields)])
+        self.first_pages = tuple(rest[len(Segment._fields) :])
+
+    def each_segment(self, work: Callable[..., Any], carried: Any = None) -> None:
+        """Call carried = work(segment, the next one, blocks done before it, turn, carried) for every segment.
+
+        The next segment's fields are loaded meanwhile. Narrow segments take turns with the two query buffers, so that
+        one fills while the other is in use.
+        """
+        ref = self.inputs.segments
+
+        def step(s: jax.Array, carry: tuple) -> tuple:
+            segment, done, turn, carried = carry
+            at = jnp.minimum(s + 1, ref.shape[0] - 1)
+            following = Segment(*(ref[at, field] for field in range(len(Segment._fields))))
+            carried = work(segment, following, done, turn, carried)
+            return following, done + segment.hi - segment.lo, jnp.where(segment.is_wide, turn, 1 - turn), carried
+
+        begin = (self._first_segment, jnp.int32(0), jnp.int32(0), carried)
+        lax.fori_loop(self.first, self._last, step, begin)
+
+    def slot(self, number: jax.Array) -> jax.Array:
+        """Where in the rings block `number` of this thread block lies."""
+        return lax.rem(number, jnp.int32(self.sizes.stages))
+
+    def full(self, barrier: Any, segment: Segment, number: jax.Array) -> Any:
+        """Pick the barrier of block `number`; there is one set each for lane 0, lane 1 and both.
+
+        A warpgroup must see every completion of a barrier that it waits on, so blocks of one lane have a set that the
+        other lane never looks at.
+        """
+        lanes = jnp.where(segment.is_wide, LANES, lax.rem(number, jnp.int32(LANES)))
+        return barrier.at[lanes * self.sizes.stages + self.slot(number)]

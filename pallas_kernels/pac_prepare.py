@@ -1,0 +1,127 @@
+"""The preparing warpgroup of PAC: query rows from wherever their requests are, and masks from the nodes' lengths."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load
+from pallas_kernels.pac_pipeline import BLOCK_TOKENS, Page, Pipeline, Segment, Sizes
+
+_UNITS_AT_ONCE = 8  # loads in flight while gathering
+
+_Pages = tuple[Page, ...]
+
+
+def prepare(pipeline: Pipeline) -> None:
+    """Fill the query buffers, a tile for each lane, and the ring of mask columns."""
+    scratch, sizes = pipeline.scratch, pipeline.sizes
+
+    def work(segment: Segment, _: Segment, done: jax.Array, turn: jax.Array, __: None) -> None:
+        wide = segment.is_wide
+        _stage(pipeline, segment.tile, segment.unit, segment.head, jnp.where(wide, 0, turn))
+
+        @pl.when(wide)
+        def _second_tile() -> None:
+            _stage(pipeline, segment.other_tile, segment.other_unit, segment.head, 1)
+
+        def step(i: jax.Array, pages: _Pages, masked: bool) -> _Pages:
+            number = done + i
+            slot = pipeline.slot(number)
+            # Loads take as long as a block: ask for the next block's pages now.
+            following = _pages_of(pipeline, segment.lo + i + 1) if masked else pages
+            columns = _columns(pipeline, pages) if masked else []
+
+            @pl.when(number >= sizes.stages)
+            def _wait() -> None:
+                plgpu.barrier_wait(scratch.values_free.at[slot])
+
+            for plane, values in enumerate(columns):
+                scratch.columns.at[slot, plane][...] = values
+            plgpu.barrier_arrive(pipeline.full(scratch.keys_full, segment, number))
+            return following
+
+        middle = segment.masked - segment.lo
+        pages = _pages_of(pipeline, segment.masked)
+        pages = lax.fori_loop(0, middle, functools.partial(step, masked=False), pages)
+        lax.fori_loop(middle, segment.hi - segment.lo, functools.partial(step, masked=True), pages)
+
+    pipeline.each_segment(work)
+
+
+def staging_arrivals(sizes: Sizes) -> int:
+    """Count the copies that gather one batch of columns of a tile unit by unit."""
+    at_once = min(sizes.packing.units, _UNITS_AT_ONCE)
+    return -(-sizes.packing.units // at_once) * at_once * (sizes.columns // 64)
+
+
+def _stage(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Array, buffer: Any) -> None:
+    """Gather the rows of a tile, together if they are consecutive in the query, and tile them for wgmma."""
+    inputs, scratch, sizes = pipeline.inputs, pipeline.scratch, pipeline.sizes
+    packing, tokens = sizes.packing, sizes.query_tokens
+    rows, at_once = packing.rows_of_unit, min(packing.units, _UNITS_AT_ONCE)
+
+    def copy(entry: Any, count: int, part: Any, place: Any, columns: range, arrived: Any) -> None:
+        """Copy `count` consecutive entries of the query to where unit `place` of the tile begins."""
+        heads = pl.ds(head * packing.group + part * rows, rows)
+        for at, column in enumerate(columns):
+            plgpu.copy_gmem_to_smem(
+                inputs.query.at[pl.ds(entry, count), heads, pl.ds(column, 64)],  # [count, rows, 64]
+                scratch.staged.at[at, pl.ds(place * rows, count * rows)].reshape(count, rows, 64),
+                arrived,
+            )
+
+    for begin in range(0, sizes.head_dim, sizes.columns):
+        columns = range(begin, begin + sizes.columns, 64)
+
+        def some(i: jax.Array, _: None, columns: range = columns) -> None:
+            units = [jnp.minimum(i * at_once + j, packing.units - 1) for j in range(at_once)]
+            places = [packing.unit(tile * packing.units + unit, sizes.batch, tokens) for unit in units]
+            requests = [inputs.request_of_row[row] for row, _, _ in places]
+            for unit, request, (_, token, part) in zip(units, requests, places, strict=True):
+                copy(request * tokens + token, 1, part, unit, columns, scratch.query_scattered)
+
+        @pl.when(first >= 0)
+        def _together(columns: range = columns) -> None:
+            copy(first, sizes.most_units, 0, 0, columns, scratch.query_together)
+            plgpu.barrier_wait(scratch.query_together)
+
+        @pl.when(first < 0)
+        def _unit_by_unit(some: Any = some) -> None:
+            lax.fori_loop(0, -(-packing.units // at_once), some, None)
+            plgpu.barrier_wait(scratch.query_scattered)
+
+        if begin == 0:
+            plgpu.barrier_wait(scratch.query_free.at[buffer])
+        for at, column in enumerate(columns):
+            values = load(scratch.staged.at[at], plgpu.Layout.WGMMA)  # [64, 64]
+            scratch.query.at[buffer, :, pl.ds(column, 64)][...] = values
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.query_full.at[buffer])
+
+
+def _pages_of(pipeline: Pipeline, block: jax.Array) -> _Pages:
+    """Load what the mask of a block needs to know of its pages."""
+    ref = pipeline.inputs.pages
+    at = jnp.minimum(block, ref.shape[0] - 1)
+    fields = range(1, len(Page._fields))
+    return tuple(Page(None, *(ref[at, j, field] for field in fields)) for j in range(pipeline.sizes.slots))
+
+
+def _columns(pipeline: Pipeline, pages: _Pages) -> list[jax.Array]:
+    """Readers (and positions) of each token of a block; no reader, where a page is not full."""
+    inputs, page_size = pipeline.inputs, jnp.int32(pipeline.sizes.page_size)
+    thread = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)
+    index = plgpu.broadcasted_iota(jnp.int32, (BLOCK_TOKENS,), 0, layout=thread)
+    slot_of, offset = lax.div(index, page_size), lax.rem(index, page_size)
+    valid = [inputs.node_length[page.node] - page.token for page in pages]
+    readers = position = plgpu.layout_cast(jnp.full((BLOCK_TOKENS,), 0, jnp.int32), thread)
+    for j, page in enumerate(pages):
+        readers = jnp.where((slot_of == j) & (offset < valid[j]), page.readers, readers)
+        if pipeline.sizes.causal:
+            position = jnp.where(slot_of == j, inputs.node_start[page.node] + page.token + offset, position)
+    return [readers, position] if pipeline.sizes.causal else [readers]

@@ -1,0 +1,41 @@
+"""How query rows make up a tile: whole units, the q heads of one kv head for one query token of one request."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+#: Query rows of a tile: what one warpgroup's wgmma takes.
+TILE_ROWS = 64
+
+
+class Packing(NamedTuple):
+    """A tile is `units` units of `rows_of_unit` rows; unit u of tile t is unit t * units + u of the call."""
+
+    group: int  # q heads per kv head (G)
+    rows_of_unit: int  # G, or its largest divisor that fits a tile
+    units: int
+
+    @classmethod
+    def of(cls, group: int, most_rows: int) -> "Packing":
+        """Pack as many rows as a tile of `most_rows` holds without splitting a unit."""
+        rows = max(size for size in range(1, most_rows + 1) if group % size == 0)
+        return cls(group=group, rows_of_unit=rows, units=most_rows // rows)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile that are in use."""
+        return self.units * self.rows_of_unit
+
+    @property
+    def parts(self) -> int:
+        """Units of one query token of one request."""
+        return self.group // self.rows_of_unit
+
+    def unit(self, number: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
+        """Return the request row, the query token and the part of a unit; those past the end repeat the last row."""
+        of_token = lax.div(number, jnp.int32(self.parts)) if self.parts > 1 else number
+        part = lax.rem(number, jnp.int32(self.parts)) if self.parts > 1 else jnp.int32(0)
+        row = lax.div(of_token, jnp.int32(tokens)) if tokens > 1 else of_token
+        token = lax.rem(of_token, jnp.int32(tokens)) if tokens > 1 else jnp.int32(0)
+        return jnp.minimum(row, batch - 1), token, part
