@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from codec_jax import Forest, KVPages, PagePool, Plan, make_plan
-from codec_jax.nnx import Attention, Decoder, DecoderConfig
+from codec_jax.nnx import Attention, Decoder, DecoderConfig, Llama3Scaling
 
 CONFIG = DecoderConfig(
     vocab_size=40,
@@ -281,6 +281,20 @@ def test_q_heads_must_be_a_multiple_of_kv_heads() -> None:
 def test_head_size_must_be_even() -> None:
     with pytest.raises(ValueError, match=r"^head_dim: expected an even number .*, got 13"):
         replace(CONFIG, head_dim=13)
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ((0.0, 1.0, 4.0, 64), "^factor: expected a positive number, got 0.0"),
+        ((8.0, 4.0, 4.0, 64), "^high_frequency_factor: expected more than low_frequency_factor, .* got 4.0 and 4.0"),
+        ((8.0, 0.0, 4.0, 64), "^high_frequency_factor: .* both positive, got 4.0 and 0.0"),
+        ((8.0, 1.0, 4.0, 0), "^original_context: expected a positive number, got 0"),
+    ],
+)
+def test_rotary_scaling_that_cannot_be_is_refused(factors: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Llama3Scaling(*factors)
 
 
 def test_a_cache_for_another_number_of_layers_is_refused() -> None:

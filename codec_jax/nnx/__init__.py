@@ -1,6 +1,23 @@
-"""Flax NNX modules over forests: attention, a Llama/Qwen3 decoder, and a sampler that shares prefixes."""
+"""Flax NNX modules over forests: attention, a Llama/Qwen3 decoder, its weights, and a sampler that shares prefixes."""
 
+from codec_jax.nnx.checkpoint import Checkpoint, open_checkpoint
 from codec_jax.nnx.decoder import Attention, Decoder, DecoderConfig
-from codec_jax.nnx.sampler import Completion, Decoding, Generated, Sampler
+from codec_jax.nnx.decoding import Completion, Decoding, Generated
+from codec_jax.nnx.published import PUBLISHED, random_decoder
+from codec_jax.nnx.rope import Llama3Scaling
+from codec_jax.nnx.sampler import Sampler
 
-__all__ = ["Attention", "Completion", "Decoder", "DecoderConfig", "Decoding", "Generated", "Sampler"]
+__all__ = [
+    "PUBLISHED",
+    "Attention",
+    "Checkpoint",
+    "Completion",
+    "Decoder",
+    "DecoderConfig",
+    "Decoding",
+    "Generated",
+    "Llama3Scaling",
+    "Sampler",
+    "open_checkpoint",
+    "random_decoder",
+]

@@ -18,14 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 from codec_jax import checks
 from codec_jax.attention import forest_attention
 from codec_jax.forest import Forest
-from codec_jax.nnx.rope import rotate
+from codec_jax.nnx.rope import Llama3Scaling, rotate
 from codec_jax.pages import NO_SLOT, KVPages
 from codec_jax.plan import Plan
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and variants of a decoder. Llama 3: no q/k norm; Qwen3: q/k norm."""
+    """Sizes and variants of a decoder. Llama 3: no q/k norm, and from 3.1 on rope_scaling; Qwen3: q/k norm."""
 
     vocab_size: int
     hidden_size: int
@@ -35,6 +35,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
+    rope_scaling: Llama3Scaling | None = None
     norm_epsilon: float = 1e-6
     qk_norm: bool = True
     tied_embeddings: bool = True
@@ -97,7 +98,8 @@ class Attention(nnx.Module):
         query, key, value = (linear(x).reshape(heads) for linear in (self.query, self.key, self.value))
         if config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        return rotate(query, positions, config.rope_theta), rotate(key, positions, config.rope_theta), value
+        query, key = (rotate(x, positions, config.rope_theta, config.rope_scaling) for x in (query, key))
+        return query, key, value
 
     def _merge(self, heads: Array) -> Array:
         return self.out(heads.reshape(*heads.shape[:2], -1))

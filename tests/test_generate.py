@@ -1,0 +1,493 @@
+"""The command that completes prompts: its rows against the model, interruptions, and what it refuses."""
+
+import fcntl
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from codec_jax import Forest, PagePool, generate
+from codec_jax.nnx import PUBLISHED, Checkpoint, Decoder, DecoderConfig, Sampler, open_checkpoint, random_decoder
+from codec_jax.result_file import ResultFile
+
+VOCAB, STOP, MAX_NEW, SAMPLES, CONTEXT = 40, 5, 20, 3, 128
+RNG = np.random.default_rng(0)
+DOCUMENT = RNG.integers(6, VOCAB, 37).tolist()
+# Rows 0, 2 and 4 share the document, 4 is longer than 0 by a few tokens, 3 is the text of row 1's tokens.
+ROWS: list[dict[str, Any]] = [
+    {"tokens": [*DOCUMENT, 7, 8]},
+    {"tokens": [9, 10, 11], "note": "other keys are ignored"},
+    {"tokens": [*DOCUMENT, 12]},
+    {"text": "w9 w10 w11"},
+    {"tokens": [*DOCUMENT, 7, 8, 13, 14]},
+]
+PROMPTS = [row.get("tokens", [9, 10, 11]) for row in ROWS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _implicit_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote to float32 implicitly
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with one layer, whose texts vary and stop now and then."""
+    directory, rng = tmp_path_factory.mktemp("model"), np.random.default_rng(0)
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "eos_token_id": STOP,
+    }
+    layer = "model.layers.0."
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB, 32),
+        "model.norm.weight": (32,),
+        layer + "input_layernorm.weight": (32,),
+        layer + "post_attention_layernorm.weight": (32,),
+        layer + "self_attn.q_proj.weight": (64, 32),
+        layer + "self_attn.k_proj.weight": (32, 32),
+        layer + "self_attn.v_proj.weight": (32, 32),
+        layer + "self_attn.o_proj.weight": (32, 64),
+        layer + "self_attn.q_norm.weight": (16,),
+        layer + "self_attn.k_norm.weight": (16,),
+        layer + "mlp.gate_proj.weight": (48, 32),
+        layer + "mlp.up_proj.weight": (48, 32),
+        layer + "mlp.down_proj.weight": (32, 48),
+    }
+    weights = {
+        name: (np.ones(shape) if len(shape) == 1 else rng.normal(size=shape) * shape[1] ** -0.5).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(f"w{STOP}", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def write_prompts(directory: Path, rows: list[dict[str, Any]]) -> Path:
+    file = directory / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def arguments(model_dir: Path, prompts: Path, output: Path, **changed: Any) -> list[str]:
+    given = {
+        "--model": model_dir,
+        "--prompts": prompts,
+        "--output": output,
+        "--max-new-tokens": MAX_NEW,
+        "--samples": SAMPLES,
+        "--seed": 3,
+        "--dtype": "float32",
+        **{"--" + name.replace("_", "-"): value for name, value in changed.items()},
+    }
+    return [str(part) for pair in given.items() if pair[1] is not None for part in pair]
+
+
+def rows_of(file: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    """Rows by prompt and sample, which must be there once."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    keyed = {(row["prompt"], row.get("sample", 0)): row for row in rows}
+    assert len(keyed) == len(rows)
+    return keyed
+
+
+class Finished:
+    """The output of a run that nothing interrupted, and its compiled sampler."""
+
+    def __init__(self, model_dir: Path, directory: Path) -> None:
+        self.model_dir, self.directory = model_dir, directory
+        self.prompts, self.output = write_prompts(directory, ROWS), directory / "out.jsonl"
+        self.arguments = partial(arguments, model_dir, self.prompts)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generate, "Sampler", self._new_sampler)
+            generate.main(self.arguments(self.output))
+        self.rows = rows_of(self.output)
+
+    def _new_sampler(self, model: Decoder, **sizes: int) -> Sampler:
+        self.sampler, self.sizes = Sampler(model, **sizes), sizes
+        return self.sampler
+
+    def same_sampler(self, _: Decoder, **sizes: int) -> Sampler:
+        """The sampler again, in place of one of the same sizes that would have to be compiled."""
+        assert sizes == self.sizes
+        return self.sampler
+
+    def copy(self, directory: Path) -> Path:
+        """The output and what is beside it, in another place."""
+        for file in self.directory.glob("out.jsonl*"):
+            (directory / file.name).write_bytes(file.read_bytes())
+        return directory / "out.jsonl"
+
+
+@pytest.fixture(scope="module")
+def finished(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return Finished(model_dir, tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(Checkpoint, "load", load)
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------
+
+
+def test_every_prompt_has_all_its_samples(finished: Finished) -> None:
+    assert finished.rows.keys() == {(prompt, sample) for prompt in range(len(ROWS)) for sample in range(SAMPLES)}
+    for row in finished.rows.values():
+        assert list(row) == ["prompt", "sample", "text", "tokens", "logprobs", "finish_reason"]
+        stopped = row["tokens"][-1] == STOP
+        assert row["finish_reason"] == ("stop" if stopped else "length")
+        assert stopped or len(row["tokens"]) == MAX_NEW
+        assert STOP not in row["tokens"][:-1]
+        assert row["text"] == " ".join(f"w{token}" for token in row["tokens"] if token != STOP)
+    assert {row["finish_reason"] for row in finished.rows.values()} == {"stop", "length"}
+    # The same prompt draws anew in every row and sample.
+    assert len({tuple(row["tokens"]) for row in finished.rows.values()}) == len(finished.rows)
+
+
+def test_log_probabilities_are_those_of_dense_attention(finished: Finished) -> None:
+    graph, weights = nnx.split(open_checkpoint(finished.model_dir).load(jnp.float32))
+    forward = jax.jit(lambda weights, tokens: jax.nn.log_softmax(nnx.merge(graph, weights)(tokens)))
+    for (prompt, _), row in finished.rows.items():
+        tokens = np.zeros((1, 64), np.int32)
+        context = [*PROMPTS[prompt], *row["tokens"]]
+        tokens[0, : len(context)] = context
+        want = np.asarray(forward(weights, tokens))[0, np.arange(len(PROMPTS[prompt]), len(context)) - 1, row["tokens"]]
+        np.testing.assert_allclose(row["logprobs"], want, atol=1e-4)
+
+
+def test_greedy_completions_are_those_of_transformers(model_dir: Path, tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    output = tmp_path / "out.jsonl"
+    generate.main(
+        arguments(model_dir, write_prompts(tmp_path, ROWS), output, samples=1, temperature=0, max_new_tokens=50)
+    )
+    rows = rows_of(output)
+    assert sorted(rows) == [(prompt, 0) for prompt in range(len(ROWS))]
+    for (prompt, _), row in rows.items():
+        want = theirs.generate(
+            torch.tensor([PROMPTS[prompt]]), max_new_tokens=50, do_sample=False, eos_token_id=STOP, pad_token_id=STOP
+        )
+        assert row["tokens"] == want[0, len(PROMPTS[prompt]) :].tolist()
+        assert "sample" not in row
+
+
+def test_a_run_as_a_process_in_other_batches_gives_the_same_tokens(finished: Finished, tmp_path: Path) -> None:
+    """Two requests at a time, in place of all."""
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "codec_jax.generate", *finished.arguments(output, max_requests=2)]
+    subprocess.run(command, cwd=Path(__file__).parent.parent, check=True, capture_output=True)
+    rows = rows_of(output)
+    assert {key: row["tokens"] for key, row in rows.items()} == {
+        key: row["tokens"] for key, row in finished.rows.items()
+    }
+
+
+def test_random_weights_complete_token_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = DecoderConfig(VOCAB, 32, 48, 1, 2, 1, 16)
+    monkeypatch.setitem(PUBLISHED, "qwen3-4b", tiny)
+    prompts = write_prompts(tmp_path, [{"tokens": [1, 2, 3]}])
+    changed = {"model": None, "random_weights": "qwen3-4b", "samples": 1, "max_new_tokens": 4, "temperature": 0}
+    generate.main(arguments(tmp_path, prompts, tmp_path / "out.jsonl", **changed))
+    (row,) = rows_of(tmp_path / "out.jsonl").values()
+    assert (row["text"], len(row["tokens"]), row["finish_reason"]) == (None, 4, "length")
+    context = [1, 2, 3, *row["tokens"]]
+    model = random_decoder(replace(tiny, dtype=jnp.float32, param_dtype=jnp.float32))
+    assert row["tokens"] == nnx.jit(model)(jnp.asarray([context]))[0, 2:-1].argmax(-1).tolist()
+
+
+# --- Interruptions ----------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The sizes of the sampler are the same too, whatever is left to do."""
+    output, write = tmp_path / "out.jsonl", ResultFile.write
+    monkeypatch.setattr(generate, "Sampler", finished.same_sampler)
+
+    def interrupted(self: ResultFile, *row: Any) -> None:
+        if len(self.finished) == 4:
+            raise KeyboardInterrupt
+        write(self, *row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultFile, "write", interrupted)
+        with pytest.raises(SystemExit, match="130"):
+            generate.main(finished.arguments(output))
+    assert "interrupted with 4 of 15 completions" in capsys.readouterr().err
+    first = output.read_bytes()
+    assert len(rows_of(output)) == 4
+    output.write_bytes(first + b'{"prompt": 1, "sample": 0, "text": "w\xc3')  # torn inside a character
+
+    generate.main(finished.arguments(output))
+    assert output.read_bytes().startswith(first)
+    tokens = {key: row["tokens"] for key, row in rows_of(output).items()}
+    assert tokens == {key: row["tokens"] for key, row in finished.rows.items()}
+
+
+@pytest.mark.usefixtures("_no_work")
+def test_a_finished_run_is_left_alone(finished: Finished, tmp_path: Path) -> None:
+    output = finished.copy(tmp_path)
+    generate.main(finished.arguments(output))
+    assert output.read_bytes() == finished.output.read_bytes()
+
+
+# --- Output files that are not to be touched --------------------------------------------------------------------
+
+
+def refused(argv: list[str]) -> str:
+    """The message that the command ends with."""
+    with pytest.raises(SystemExit) as ended:
+        generate.main(argv)
+    assert isinstance(ended.value.code, str)
+    return ended.value.code
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("seed", 4, "seed: 3, now 4"),
+        ("temperature", 0.5, "temperature: 1.0, now 0.5"),
+        ("top_k", 2, "top_k: None, now 2"),
+        ("top_p", 0.5, "top_p: 1.0, now 0.5"),
+        ("samples", 2, "samples: 3, now 2"),
+        ("max_new_tokens", 8, "max_new_tokens: 20, now 8"),
+        ("dtype", "bfloat16", "dtype: 'float32', now 'bfloat16'"),
+    ],
+)
+def test_a_file_made_with_other_options_is_left_alone(
+    finished: Finished, tmp_path: Path, option: str, value: Any, message: str
+) -> None:
+    output = finished.copy(tmp_path)
+    error = refused(finished.arguments(output, **{option: value}))
+    assert error.splitlines()[1:] == [f"  {message}"]
+    assert output.read_bytes() == finished.output.read_bytes()
+
+
+@pytest.mark.usefixtures("_no_work")
+def test_a_file_made_from_other_prompts_or_another_model_is_left_alone(finished: Finished, tmp_path: Path) -> None:
+    output = finished.copy(tmp_path)
+    prompts = write_prompts(tmp_path, ROWS[:-1])
+    assert "prompts_sha256: " in refused(arguments(finished.model_dir, prompts, output))
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in finished.model_dir.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    assert "model: " in refused(arguments(model, finished.prompts, output))
+    assert output.read_bytes() == finished.output.read_bytes()
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        (b"not JSON\n", "line 16: no row of these prompts"),
+        (b'{"prompt": 5, "sample": 0}\n', "line 16: no row of these prompts"),
+        (b'{"prompt": 0}\n', "line 16: no row of these prompts"),
+        (b'{"prompt": 0, "sample": 2}\n', "line 16: a completion that an earlier line has"),
+    ],
+)
+def test_a_file_with_other_lines_is_left_alone(finished: Finished, tmp_path: Path, added: bytes, message: str) -> None:
+    output = finished.copy(tmp_path)
+    output.write_bytes(finished.output.read_bytes() + added + b"torn")
+    error = refused(finished.arguments(output))
+    assert error.splitlines()[1:] == [f"  {message}"]
+    assert output.read_bytes() == finished.output.read_bytes() + added + b"torn"
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize("beside", [None, "", "[]"])
+def test_a_file_that_nothing_says_the_options_of_is_left_alone(
+    finished: Finished, tmp_path: Path, beside: str | None
+) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("precious, without a newline")
+    if beside is not None:
+        (tmp_path / "out.jsonl.options.json").write_text(beside)
+    assert "expected a new file, or one that out.jsonl.options.json says" in refused(finished.arguments(output))
+    assert output.read_text() == "precious, without a newline"
+
+
+@pytest.mark.usefixtures("_no_work")
+def test_a_file_that_another_run_writes_is_left_alone(finished: Finished, tmp_path: Path) -> None:
+    output = finished.copy(tmp_path)
+    with output.open("ab") as out:
+        fcntl.flock(out, fcntl.LOCK_EX)
+        assert "another run is at it" in refused(finished.arguments(output))
+
+
+@pytest.mark.usefixtures("_no_work")
+def test_an_output_in_no_directory_is_refused(finished: Finished, tmp_path: Path) -> None:
+    error = refused(finished.arguments(tmp_path / "nowhere" / "out.jsonl"))
+    assert "--output: expected a file in an existing directory" in error
+
+
+# --- Bad prompts ------------------------------------------------------------------------------------------------
+
+
+BAD = {
+    b"": "expected JSON, got b''",
+    b'{"text": "w1"': "expected JSON, got",
+    b'{"text": "\xff"}': "expected JSON, got",
+    b"[1, 2]": 'expected an object with either "text" or "tokens", got',
+    b'{"prompt": "w1"}': 'expected an object with either "text" or "tokens", got',
+    b'{"text": "w1", "tokens": [1]}': 'expected an object with either "text" or "tokens", got',
+    b'{"text": 7}': 'expected a string as "text", got 7',
+    b'{"text": " "}': "expected at least one token, got none",
+    b'{"tokens": []}': "expected at least one token, got none",
+    b'{"tokens": "w1"}': 'expected a list of token ids as "tokens"',
+    b'{"tokens": [1, true]}': 'expected a list of token ids as "tokens"',
+    b'{"tokens": [1, 2.0]}': 'expected a list of token ids as "tokens"',
+    b'{"tokens": [1, 40]}': "tokens: expected tokens in [0, 40), got 40 at index 1",
+    b'{"tokens": [-1]}': "tokens: expected tokens in [0, 40), got -1 at index 0",
+    b'{"tokens": [99999999999]}': "tokens: expected integers below 2**31, got",
+    b'{"text": "\\ud800"}': "expected JSON, got",
+    b'{"tokens": ['
+    + b", ".join([b"1"] * 109)
+    + b"]}": "expected at most 128 tokens, which the model was made for, got",
+}
+
+
+@pytest.mark.usefixtures("_no_work")
+def test_all_bad_rows_are_listed_with_their_lines(model_dir: Path, tmp_path: Path) -> None:
+    prompts, good = tmp_path / "prompts.jsonl", b'{"text": "w1"}\n'
+    prompts.write_bytes(b"".join(good + bad + b"\n" for bad in BAD))
+    problems = refused(arguments(model_dir, prompts, tmp_path / "out.jsonl")).splitlines()[1:]
+    for i, (problem, message) in enumerate(zip(problems, BAD.values(), strict=True)):
+        assert problem.startswith(f"  line {2 * i + 2}: {message}")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.usefixtures("_no_work")
+def test_no_prompts_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path, [])
+    assert "expected a prompt in each line, got an empty file" in refused(arguments(model_dir, prompts, tmp_path / "o"))
+    assert "No such file" in refused(arguments(model_dir, tmp_path / "p", tmp_path / "o"))
+
+
+def test_random_weights_take_no_text(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path, [{"tokens": [1]}, {"text": "w1"}])
+    error = refused(arguments(tmp_path, prompts, tmp_path / "o", model=None, random_weights="llama-3.2-1b"))
+    assert error.splitlines()[1:] == ['  line 2: expected "tokens": random weights have no tokenizer for "text"']
+
+
+@pytest.mark.usefixtures("_no_work")
+def test_prompts_whose_kv_does_not_fit_are_listed(finished: Finished, tmp_path: Path) -> None:
+    """A page of 16 tokens takes 4 KiB here: four pages are two for a prompt, and two for what is new."""
+    error = refused(finished.arguments(tmp_path / "o", kv_cache_gib=4 * 2**12 / 2**30))
+    assert error.splitlines()[1:] == [f"  line {line}: needs 5 pages" for line in (1, 3, 5)]
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("temperature", -1, "temperature: expected a finite number of at least 0, got -1.0"),
+        ("top_p", 0, "top_p: expected a probability in"),
+    ],
+)
+def test_sampling_options_out_of_range_are_refused(
+    finished: Finished, tmp_path: Path, option: str, value: float, message: str
+) -> None:
+    assert message in refused(finished.arguments(tmp_path / "o", **{option: value}))
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "message"),
+    [
+        (["max_new_tokens", "samples", "max_requests", "top_k"], ["0", "-1", "1.5"], "a positive whole number"),
+        (["seed"], ["-1", "4294967296", "1.5"], r"a whole number from 0 to 2**32 - 1"),
+        (["kv_cache_gib"], ["0", "-1", "nan", "inf", "all"], "a positive number of GiB"),
+    ],
+    ids=["counts", "seed", "memory"],
+)
+def test_numbers_that_cannot_be_are_refused(
+    finished: Finished,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    options: list[str],
+    values: list[str],
+    message: str,
+) -> None:
+    for option, value in product(options, values):
+        with pytest.raises(SystemExit, match="2"):
+            generate.main(finished.arguments(tmp_path / "o", **{option: value}))
+        error = capsys.readouterr().err
+        assert f"argument --{option.replace('_', '-')}: expected {message}, got '{value}'" in error
+
+
+# --- Batches and streams ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_batches_hold_every_request_once_and_fit_the_pool(data: st.DataObject) -> None:
+    prompts = [
+        np.asarray(prompt)
+        for prompt in data.draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=70), min_size=1, max_size=9))
+    ]
+    samples, new = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40))
+    most, pages = data.draw(st.integers(1, 12)), data.draw(st.integers(8, 40))
+    batches = generate.make_batches(prompts, samples=samples, max_new_tokens=new, max_requests=most, num_pages=pages)
+    assert sorted(chain(*batches.requests)) == list(range(len(prompts) * samples))
+    assert max(map(len, batches.requests)) == batches.max_requests <= most
+    assert batches.num_pages <= pages
+    for batch in batches.requests:
+        forest = Forest.from_sequences([prompts[request // samples] for request in batch], page_size=generate.PAGE_SIZE)
+        pool = PagePool.create(batches.num_pages, forest.used_pages)
+        forest.reserve(pool, new)  # raises if the pool is too small
+
+
+def test_prompts_that_share_a_prefix_meet_in_a_batch_wherever_they_stand() -> None:
+    left, right = [1] * 40, [2] * 40
+    prompts = [np.asarray([*(right if i % 2 else left), i]) for i in range(8)]
+    batches = generate.make_batches(prompts, samples=2, max_new_tokens=4, max_requests=8, num_pages=1000)
+    assert [{request // 2 % 2 for request in batch} for batch in batches.requests] == [{0}, {1}]
+
+
+@pytest.mark.parametrize("streams", [[0], [0, -1], [0, 1, 2], [0.5, 1.0]])
+def test_streams_must_be_one_number_for_each_request(streams: list) -> None:
+    sampler = Sampler(Decoder(DecoderConfig(VOCAB, 32, 48, 1, 2, 1, 16), nnx.Rngs(0)), max_requests=2, num_pages=4)
+    with pytest.raises(ValueError, match=r"^streams: expected "):
+        sampler.start([[1], [2]], streams=streams)
+
+
+def test_forks_draw_from_streams_that_no_request_has(finished: Finished) -> None:
+    state = finished.sampler.start([[6], [7]], streams=[4, 1])
+    state, forks = finished.sampler.fork(state, [0, 1])
+    assert state.stream[[0, 1, *forks]].tolist() == [4, 1, 5, 6]
