@@ -61,24 +61,25 @@ class PageNodes(NamedTuple):
 def shared_pages(table: Int[np.ndarray, "B max_pages"], lens: Int[np.ndarray, " B"], page_size: int) -> PageNodes:
     """Return the radix tree of the rows of a block table, of which row r has lens[r] tokens."""
     used = np.flatnonzero(lens)
+    counts = -(-lens[used] // page_size)
     # A page's symbol is its id together with its tokens, so a row that ends inside a page parts from one that goes
-    # on through it.
-    symbols = []
-    for row in used:
-        tokens = np.minimum(lens[row] - np.arange(-(-lens[row] // page_size)) * page_size, page_size)
-        symbols.append(table[row, : len(tokens)].astype(np.int64) * (page_size + 1) + tokens)
-    runs = shared_runs(symbols)
+    # on through it. Only a row's last page may hold fewer than page_size.
+    symbols = table[used, : counts.max()].astype(np.int64) * (page_size + 1) + page_size
+    symbols[np.arange(len(used)), counts - 1] -= counts * page_size - lens[used]
+    rows = [row[:count] for row, count in zip(symbols, counts, strict=True)]
+    runs = shared_runs(rows)
     parent, page_count = np.asarray(runs.parent), np.subtract(runs.end, runs.begin)
-    entries = [symbols[source][begin:end] for source, begin, end in zip(*runs[1:4], strict=True)]
+    entries = [rows[source][begin:end] for source, begin, end in zip(*runs[1:4], strict=True)]
     length = np.asarray([(run % (page_size + 1)).sum() for run in entries])
     pages = np.concatenate(entries) // (page_size + 1)
     leaf = np.full(len(lens), -1)
     leaf[used] = runs.leaf
 
     # A row must not append to a page that another node reads as well: it gets an empty node to append to.
-    _, page, owners = np.unique(pages, return_inverse=True, return_counts=True)
-    last_page = np.cumsum(page_count) - 1
-    aliased = np.flatnonzero((length < page_count * page_size) & (owners[page[last_page]] > 1))
+    unfilled = np.flatnonzero(length < page_count * page_size)
+    last_page = pages[np.cumsum(page_count)[unfilled] - 1]
+    ids, owners = np.unique(pages[np.isin(pages, last_page)], return_counts=True)
+    aliased = unfilled[owners[np.searchsorted(ids, last_page)] > 1]
     below = np.full(len(parent), -1)
     below[aliased] = len(parent) + np.arange(len(aliased))
     leaf[used] = np.where(below[leaf[used]] >= 0, below[leaf[used]], leaf[used])
@@ -94,8 +95,9 @@ def shared_pages(table: Int[np.ndarray, "B max_pages"], lens: Int[np.ndarray, " 
 
 def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     size = min(len(left), len(right))
-    different = np.flatnonzero(left[:size] != right[:size])
-    return int(different[0]) if different.size else size
+    different = left[:size] != right[:size]
+    first = int(different.argmax())
+    return first if different[first] else size
 
 
 def _append(runs: Runs, parent: int, source: int, begin: int, end: int) -> int:
