@@ -1,35 +1,38 @@
-"""Time one forest_attention call on a GPU, beside cuDNN attention of every request by itself.
+"""Time one forest_attention call on a GPU, beside cuDNN attention of every request by itself, and FlashInfer.
 
     python -m benchmarks.attention --json benchmarks/results/attention.json
 
-Times are sums over all kernels of a call by CUPTI, the median of several calls, with the L2 cache flushed before each.
-The roofline is what reading every KV token once (and q and out), or the products, would take at the measured ceilings
-of an H200: 4.52 TB/s and 700 TFLOP/s. Results are compared with cuDNN's before anything is timed.
+Times are sums over all kernels of a call by CUPTI, the median of several calls, with the L2 cache flushed before each;
+plans are made before. The roofline is what reading every KV token once (and q and out), or the products, would take at
+the measured ceilings of an H200: 4.52 TB/s and 700 TFLOP/s. Every result is held to float32 attention before it is
+timed; what fails or cannot run has no time, and its row says why.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import profiler
+from jaxtyping import Float
 from tqdm import tqdm
 
-from benchmarks.workloads import PAPER, PROBE, Workload
-from codec_jax import Forest, make_plan
-from codec_jax.attention import forest_attention
+from benchmarks.counters import read_counters
+from benchmarks.inputs import Inputs, Layout, attention_call, check, make_inputs, padded_slots, reference
+from benchmarks.peers import PEERS, Peers
+from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
+from benchmarks.timing import kernel_time, wall_time
+from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
 
 READ_BYTES_PER_US, FLOPS_PER_US = 4.52e6, 700e6
 MOST_DENSE_BYTES = 60e9  # what the unshared copies of K and V may take
+LARGE_BYTES, SMALL_BYTES = 100e6, 32e6  # forests on which fixed costs should not show, and those on which only they do
 
 
 def main() -> None:
@@ -42,127 +45,155 @@ def main() -> None:
     parser.add_argument("--implementation", default="mosaic")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="the probes only")
+    parser.add_argument(
+        "--shapes", action="store_true", help="trees of other shapes only: many small nodes, one request"
+    )
+    parser.add_argument("--peers", action="store_true", help="FlashInfer too; it compiles kernels for minutes at first")
+    parser.add_argument("--counters", action="store_true", help="bytes by hardware counters too; needs ncu")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
-    q_heads, kv_heads = map(int, arguments.heads.split("/"))
-    device = {
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "date": datetime.date.today().isoformat(),
-        "heads": arguments.heads,
-        "head_dim": arguments.head_dim,
-        "page_size": arguments.page_size,
-        "dtype": "bfloat16",
-    }
-    rows = []
-    for workload in tqdm(PROBE if arguments.quick else PROBE + PAPER):
-        row = measure(workload, q_heads, kv_heads, arguments)
-        rows.append(row | device)
-        tqdm.write(
-            f"{row['name']:<34} {row['kernel_us']:8.1f} us  {row['kernel_us'] / row['roofline_us']:5.2f} x roofline  "
-            f"{row['kernel_us'] - row['roofline_us']:6.1f} us over   cuDNN {row['cudnn_us'] or float('nan'):8.1f} us"
-        )
-        draft = arguments.json.with_suffix(".part")
-        draft.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    draft.replace(arguments.json)
-    large = [row for row in rows if row["roofline_us"] * READ_BYTES_PER_US >= 100e6]
-    ratio = statistics.geometric_mean(row["kernel_us"] / row["roofline_us"] for row in large)
-    print(f"geometric mean over {len(large)} forests of 100 MB and more: {ratio:.3f} x roofline")
-
-
-def measure(workload: Workload, q_heads: int, kv_heads: int, arguments: argparse.Namespace) -> dict:
-    """Check and time one workload."""
-    head_dim = arguments.head_dim
-    forest = Forest.from_nodes(
-        workload.parent,
-        workload.length,
-        workload.leaf,
-        page_size=arguments.page_size,
-        node_capacity=len(workload.parent),
+    layout = Layout(*map(int, arguments.heads.split("/")), arguments.head_dim, arguments.page_size)
+    selected = PROBE * arguments.quick + SHAPES * arguments.shapes or PROBE + PAPER
+    peers = Peers() if arguments.peers else None
+    rows = collect(
+        selected,
+        partial(measure, layout=layout, arguments=arguments, peers=peers),
+        arguments.json,
+        conditions(layout, *["torch", "flashinfer-python"] * arguments.peers),
     )
-    keys = jax.random.split(jax.random.key(0), 3)
-    shape = (int(forest.used_pages.max()) + 1, arguments.page_size, kv_heads, head_dim)
-    key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:2])
-    query = jax.random.normal(keys[2], (len(workload.leaf), 1, q_heads, head_dim), jnp.bfloat16)
-    plan = make_plan(forest, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim)
-    on_device = jax.device_put((query, key, value, forest, plan))
-    attend = jax.jit(lambda *args: forest_attention(*args, implementation=arguments.implementation))
-    out = jax.block_until_ready(attend(*on_device))
-    kernel_us, launches = kernel_time(lambda: attend(*on_device), arguments.repeats)
+    if peers:
+        peers.close()
+    print(summary(rows, layout.kv_token_bytes))
+    failed = [row["name"] for row in rows if "error" in row]
+    if failed:
+        sys.exit(
+            f"failed: {'; '.join(failed)}. The rows are in {draft_of(arguments.json)}, {arguments.json} is as it was"
+        )
+    publish(arguments.json)
 
-    unique, total = int(forest.length.sum()), int(forest.request_length.sum())
-    moved = unique * kv_heads * head_dim * 4 + 2 * query.size * 2
-    row = {
-        "name": workload.name,
-        "implementation": arguments.implementation,
-        "unique_tokens": unique,
-        "total_tokens": total,
-        "requests": len(workload.leaf),
-        "kernel_us": kernel_us,
-        "wall_us": wall_time(lambda: attend(*on_device)),
-        "roofline_us": max(moved / READ_BYTES_PER_US, 4 * total * q_heads * head_dim / FLOPS_PER_US),
-        "launches": launches,
-        "cudnn_us": None,
-    }
-    longest = int(forest.request_length.max())
-    if len(workload.leaf) * longest * kv_heads * head_dim * 4 <= MOST_DENSE_BYTES:
-        row["cudnn_us"] = cudnn_time(forest, query, key, value, out, arguments.repeats)
+
+def collect(workloads: Iterable[Workload], measure: Callable[[Workload], dict], path: Path, common: dict) -> list[dict]:
+    """Measure one workload after another, keeping the draft of `path` up to date; one that fails does not end it."""
+    rows: list[dict] = []
+    for workload in tqdm(workloads):
+        row = {"name": workload.name} | attempt(partial(measure, workload), "kernel_us", "error")
+        rows.append(row | common)
+        write_draft(rows, path)
+        tqdm.write(line(row))
+    return rows
+
+
+def measure(workload: Workload, layout: Layout, arguments: argparse.Namespace, peers: Peers | None) -> dict:
+    """Check and time one workload."""
+    inputs = make_inputs(workload, layout)
+    expected = reference(inputs)
+    ours = partial(measure_ours, inputs, layout, expected, arguments.implementation, arguments.repeats)
+    cudnn = partial(measure_cudnn, inputs, layout, expected, arguments.repeats)
+    row = bounds(workload, inputs, layout) | {"implementation": arguments.implementation}
+    row |= attempt(ours, "kernel_us", "error") | attempt(cudnn, "cudnn_us", "cudnn_error")
+    if peers:
+        row |= peers.measure(workload, layout, expected, arguments.repeats)
+    if arguments.counters:
+        counters = partial(read_counters, workload, layout, arguments.implementation)
+        row |= attempt(counters, "dram_read_bytes", "counters_error")
     return row
 
 
-def cudnn_time(
-    forest: Forest, query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array, repeats: int
-) -> float:
-    """Time cuDNN on a contiguous copy of every request's K and V, having compared its result with ours."""
-    lengths = jnp.asarray(forest.request_length)
-    slots = np.zeros((len(lengths), int(lengths.max())), np.int32)
-    for request in range(len(lengths)):
-        slots[request, : lengths[request]] = forest.context_slots(request)
+def bounds(workload: Workload, inputs: Inputs, layout: Layout) -> dict:
+    """Count tokens, and what reading each once or multiplying takes at least."""
+    forest = inputs.forest
+    unique, total = int(forest.length.sum()), int(forest.request_length.sum(dtype=np.int64))
+    moved = unique * layout.kv_token_bytes + 2 * inputs.query.size * 2
+    operations = 4 * total * layout.num_q_heads * layout.head_dim
+    return {
+        "name": workload.name,
+        "unique_tokens": unique,
+        "total_tokens": total,
+        "requests": len(workload.leaf),
+        "roofline_us": max(moved / READ_BYTES_PER_US, operations / FLOPS_PER_US),
+    }
+
+
+def measure_ours(
+    inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], implementation: str, repeats: int
+) -> dict:
+    """Check forest_attention and time its kernels and a whole call."""
+    attend, kv_bytes = attention_call(inputs, layout, implementation)
+    error = check(attend(), expected)
+    kernel_us, launches = kernel_time(attend, repeats)
+    return {
+        "kernel_us": kernel_us,
+        "wall_us": wall_time(attend),
+        "launches": launches,
+        "kv_bytes": kv_bytes,
+        "relative_error": error,
+    }
+
+
+def measure_cudnn(inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
+    """Check and time cuDNN on a contiguous copy of every request's K and V; ValueError if that takes too much."""
+    forest, query, key, value = inputs
+    size = len(query) * int(forest.request_length.max()) * layout.kv_token_bytes
+    if size > MOST_DENSE_BYTES:
+        raise ValueError(f"expected at most {MOST_DENSE_BYTES / 1e9:.0f} GB of unshared KV, got {size / 1e9:.0f} GB")
+    slots, lengths = padded_slots(forest), jnp.asarray(forest.request_length)
     dense = [x.reshape(-1, *x.shape[2:])[slots] for x in (key, value)]
     attend = jax.jit(
         lambda q, k, v, n: jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=n, implementation="cudnn")
     )
-    expected = attend(query, *dense, lengths)
-    np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=2e-2, rtol=2e-2)
-    return kernel_time(lambda: attend(query, *dense, lengths), repeats)[0]
+    error = check(attend(query, *dense, lengths), expected)
+    return {
+        "cudnn_us": kernel_time(lambda: attend(query, *dense, lengths), repeats)[0],
+        "cudnn_relative_error": error,
+    }
 
 
-class Flushed(jax.stages.Wrapped):
-    """A call after a flush of the L2 cache: two programs, which the profiler must not compile into one."""
-
-    def __init__(self, call: Callable[[], jax.Array]) -> None:
-        """Prepare 256 MB to overwrite, several times the cache."""
-        self.call, self.flush = call, jax.jit(lambda x: x + 1, donate_argnums=0)
-        self.junk = jnp.zeros(64 << 20, jnp.int32)
-
-    def __call__(self) -> jax.Array:
-        """Flush, then call."""
-        self.junk = self.flush(self.junk)
-        return self.call()
-
-    def trace(self) -> None:
-        """Refuse: there is no single program to trace."""
-        raise NotImplementedError("a flush and a call are two programs")
-
-    lower = trace
+def line(row: dict) -> str:
+    """Show a row: time, multiple of the roofline, time over it, and the peers' times; or why they are missing."""
+    if row["kernel_us"]:
+        over = row["kernel_us"] - row["roofline_us"]
+        ours = (
+            f"{row['kernel_us']:8.1f} us  {row['kernel_us'] / row['roofline_us']:5.2f} x roofline  {over:6.1f} us over"
+        )
+    else:
+        ours = row["error"]
+    peers = [
+        f"{peer} {row[f'{peer}_us']:.1f}" if row[f"{peer}_us"] else f"{peer}: {row[f'{peer}_error']}"
+        for peer in ("cudnn", *PEERS)
+        if f"{peer}_us" in row
+    ]
+    return "   ".join([f"{row['name']:<42} {ours}", *peers])
 
 
-def kernel_time(call: Callable[[], jax.Array], repeats: int) -> tuple[float, int]:
-    """Return the median time of all kernels of a call in microseconds, L2 flushed before each, and their number."""
-    _, runs = profiler.measure(Flushed(call), aggregate=False, iterations=repeats)()
-    # The first kernel of every run is the flush.
-    return 1e3 * statistics.median(sum(ms for _, ms in run[1:]) for run in runs), len(runs[0]) - 1
+def summary(rows: list[dict], kv_token_bytes: int) -> str:
+    """Sum rows up: time over roofline, what small forests cost over it, and each peer's time over ours.
 
-
-def wall_time(call: Callable[[], jax.Array], calls: int = 50) -> float:
-    """Return the time of a call in microseconds when many are queued one after another."""
-    jax.block_until_ready(call())
-    start = time.perf_counter()
-    for _ in range(calls):
-        out = call()
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / calls * 1e6
+    Means are geometric. The best peer is another one on every forest.
+    """
+    measured = [row for row in rows if row["kernel_us"]]
+    large = [row for row in measured if row["unique_tokens"] * kv_token_bytes >= LARGE_BYTES]
+    small = [row for row in measured if row["unique_tokens"] * kv_token_bytes < SMALL_BYTES]
+    lines = [f"{len(measured)} of {len(rows)} workloads measured"]
+    if large:
+        ratios = [row["kernel_us"] / row["roofline_us"] for row in large]
+        lines.append(
+            f"{statistics.geometric_mean(ratios):.3f} x roofline over {len(large)} forests of 100 MB and more, "
+            f"{max(ratios):.3f} x at most"
+        )
+    if small:
+        over = max(row["kernel_us"] - row["roofline_us"] for row in small)
+        lines.append(f"at most {over:.1f} us over the roofline on {len(small)} forests under 32 MB")
+    names = ["cudnn", *PEERS]
+    for label, peers in [*((name, [name]) for name in names), ("the best peer", names)]:
+        times = [(row, [row[f"{peer}_us"] for peer in peers if row.get(f"{peer}_us")]) for row in measured]
+        gains = [min(theirs) / row["kernel_us"] for row, theirs in times if theirs]
+        if gains:
+            lines.append(
+                f"{statistics.geometric_mean(gains):.2f} x faster than {label} over {len(gains)} forests, "
+                f"{min(gains):.2f} x at least"
+            )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

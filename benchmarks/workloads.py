@@ -1,5 +1,6 @@
 """Prefix forests to measure on: the paper's sweeps, and trees that probe one thing each."""
 
+import random
 from typing import NamedTuple
 
 
@@ -56,6 +57,24 @@ def narrow_then_wide(own: int) -> Workload:
     return Workload(f"4096 root, 16 a node, 8 x {own}", parent, length, list(range(7, 15)))
 
 
+def random_lengths(children: int, depth: int) -> Workload:
+    """A full tree of nodes of 16 to 256 tokens, few of which fill their last page."""
+    tree, draw = k_ary(children, depth, 0), random.Random(depth)
+    length = [draw.randint(16, 256) for _ in tree.length]
+    return tree._replace(name=f"{children}-ary, depth {depth}, 16 to 256 a node", length=length)
+
+
+def random_tree(requests: int, spread: int) -> Workload:
+    """A deep tree of nodes of 16 to 256 tokens, each under one of the `spread` before it; requests at its leaves."""
+    draw, parent, leaf = random.Random(spread), [-1], {0}
+    while len(leaf) < requests:
+        node = len(parent)
+        parent.append(draw.randrange(max(0, node - spread), node))
+        leaf = leaf - {parent[node]} | {node}
+    length = [draw.randint(16, 256) for _ in parent]
+    return Workload(f"random, {requests} requests, 16 to 256 a node", parent, length, sorted(leaf))
+
+
 #: The paper's sweeps over batch size, depth, shared ratio, branching and length.
 PAPER = [
     *(shared_root(120_000, requests, 2048) for requests in (4, 8, 16, 32, 64)),
@@ -75,4 +94,12 @@ PROBE = [
     k_ary(2, 5, 8192),
     degenerate(8, 16_384),
     flat(32, 8192),
+]
+
+#: Many requests over many small nodes, one long request, long requests that share nothing.
+SHAPES = [
+    random_lengths(2, 11),
+    random_tree(1024, spread=64),
+    flat(1, 500_000),
+    flat(16, 65_536),
 ]

@@ -1,0 +1,115 @@
+"""A workload made concrete: its arrays, our call on them, and float32 attention that every result is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from benchmarks.workloads import Workload
+from codec_jax import Forest, make_plan
+from codec_jax.attention import forest_attention
+from codec_jax.traffic import count_pass
+
+#: Rounding the output and the probabilities to bfloat16 costs 0.002; dropping 16 of 120,000 tokens would cost 0.01.
+MOST_RELATIVE_ERROR = 5e-3
+
+
+class Layout(NamedTuple):
+    """Heads and pages."""
+
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of the K and V of one token in bfloat16, all kv heads."""
+        return 2 * 2 * self.num_kv_heads * self.head_dim
+
+
+class Inputs(NamedTuple):
+    """A forest, one query token for each request, and pages."""
+
+    forest: Forest
+    query: Float[Array, "B 1 N H"]
+    key_pages: Float[Array, "num_pages page_size K H"]
+    value_pages: Float[Array, "num_pages page_size K H"]
+
+
+def make_inputs(workload: Workload, layout: Layout) -> Inputs:
+    """Draw bfloat16 inputs; the same ones whenever and in whichever process they are drawn."""
+    forest = Forest.from_nodes(
+        workload.parent,
+        workload.length,
+        workload.leaf,
+        page_size=layout.page_size,
+        node_capacity=len(workload.parent),
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = (int(forest.used_pages.max()) + 1, layout.page_size, layout.num_kv_heads, layout.head_dim)
+    key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:2])
+    query = jax.random.normal(keys[2], (len(workload.leaf), 1, layout.num_q_heads, layout.head_dim), jnp.bfloat16)
+    return Inputs(forest, query, key, value)
+
+
+def attention_call(inputs: Inputs, layout: Layout, implementation: str) -> tuple[Callable[[], Array], int]:
+    """Plan and put everything on the device; return forest_attention's call and the bytes of KV that its plan reads."""
+    plan = make_plan(
+        inputs.forest,
+        num_q_heads=layout.num_q_heads,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+    )
+    kv_bytes = count_pass(inputs.forest, plan).kv_tokens_read * layout.kv_token_bytes
+    forest, *arrays = inputs
+    on_device = jax.device_put((*arrays, forest, plan))
+    attend = jax.jit(lambda *args: forest_attention(*args, implementation=implementation))
+    return lambda: attend(*on_device), kv_bytes
+
+
+def padded_slots(forest: Forest) -> np.ndarray:
+    """Return every request's token slots, padded with 0 to the longest context: int32 [B, S]."""
+    slots = np.zeros((forest.request_capacity, int(forest.request_length.max())), np.int32)
+    for request in range(len(slots)):
+        own = forest.context_slots(request)
+        slots[request, : len(own)] = own
+    return slots
+
+
+def reference(inputs: Inputs) -> Float[np.ndarray, "B N H"]:
+    """Attend in float32, each request by itself over a copy of its own context."""
+
+    @jax.jit
+    def attend(query: Array, key: Array, value: Array, slots: Array, length: Array) -> Array:
+        def one(request: tuple[Array, Array, Array]) -> Array:
+            query, slots, length = request
+            own = (x.reshape(-1, *x.shape[2:])[slots].astype(jnp.float32) for x in (key, value))
+            mask = (jnp.arange(len(slots)) < length)[None, None]
+            return jax.nn.dot_product_attention(query.astype(jnp.float32), *own, mask=mask)[0]
+
+        # One request at a time: float32 copies of all contexts may not fit.
+        with jax.default_matmul_precision("highest"):
+            return jax.lax.map(one, (query, slots, length))
+
+    forest, query, key, value = inputs
+    return np.asarray(attend(query, key, value, padded_slots(forest), forest.request_length))
+
+
+def check(
+    out: Float[np.ndarray, "B N H"], expected: Float[np.ndarray, "B N H"], most: float = MOST_RELATIVE_ERROR
+) -> float:
+    """Return the largest relative error of a request, by the norm over its heads.
+
+    Raises ValueError if it is more than `most`, or not a number.
+    """
+    difference = np.asarray(out, np.float32).reshape(expected.shape) - expected
+    error = float(np.max(np.linalg.norm(difference, axis=(1, 2)) / np.linalg.norm(expected, axis=(1, 2))))
+    if not error <= most:
+        raise ValueError(f"out: expected a relative error of at most {most}, got {error:.3g}")
+    return error

@@ -1,0 +1,259 @@
+"""FlashInfer on the same forests, pages and queries: batch decode over shared pages, and multi-level cascade.
+
+    decode   a request's page table lists the pages of all nodes on its path, so that what is shared is stored once
+    cascade  one level for each depth of the tree; a node is an entry of its level, with its readers' queries
+
+Both read the pages where JAX has put them, with requests in depth-first order. Plans and the tables are made before
+anything is timed. Kernels do not start before the last one has ended, since their wait would count as work. FlashInfer
+and torch stay in a process of their own: a kernel that fails takes only that one along.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from benchmarks.inputs import MOST_RELATIVE_ERROR, Inputs, Layout, check, make_inputs
+from benchmarks.rows import reason
+from benchmarks.timing import kernel_time
+from benchmarks.workloads import Workload
+from codec_jax import Forest
+from codec_jax.order import depths
+
+if TYPE_CHECKING:
+    import torch
+
+_WORKSPACE_BYTES = 1 << 30
+
+
+class PageTable(NamedTuple):
+    """The entries of a batch: how many rows (requests, depth first) attend to which pages."""
+
+    row_ptr: Int[np.ndarray, " entries+1"]
+    page_ptr: Int[np.ndarray, " entries+1"]
+    pages: Int[np.ndarray, " pages"]
+    last_page_tokens: Int[np.ndarray, " entries"]
+    page_size: int
+
+    @classmethod
+    def of(cls, entries: list[tuple[int, np.ndarray, int]], page_size: int) -> PageTable:
+        """Lay (rows, pages, tokens) end to end, leaving out entries without rows; tokens may be 0."""
+        rows, pages, tokens = zip(*(entry for entry in entries if entry[0]), strict=True)
+        return cls(
+            row_ptr=np.cumsum([0, *rows], dtype=np.int32),
+            page_ptr=np.cumsum([0, *map(len, pages)], dtype=np.int32),
+            pages=np.concatenate(pages).astype(np.int32),
+            last_page_tokens=np.asarray(
+                [count - max(len(own) - 1, 0) * page_size for own, count in zip(pages, tokens, strict=True)], np.int32
+            ),
+            page_size=page_size,
+        )
+
+
+def request_table(forest: Forest) -> PageTable:
+    """One entry for each request: its whole context.
+
+    Only the last page of an entry may be partly filled. Where nodes above others end within a page, the same memory
+    is addressed in the largest pages that they do fill.
+    """
+    inner = np.unique(forest.parent[forest.parent >= 0])
+    page_size = math.gcd(forest.page_size, *map(int, forest.length[inner]))
+    slots = [forest.context_slots(int(request)) for request in forest.request_of_row]
+    return PageTable.of([(1, own[::page_size] // page_size, len(own)) for own in slots], page_size)
+
+
+def level_tables(forest: Forest) -> list[PageTable]:
+    """One table for each depth of the forest, roots first; rows whose path ends above it attend to nothing there."""
+    depth, nothing = depths(forest.parent), np.zeros(0, np.int32)
+    tables = []
+    for level in range(int(depth.max()) + 1):
+        entries, row = [], 0
+        nodes = np.flatnonzero((depth == level) & (forest.row_hi > forest.row_lo))
+        for node in nodes[np.argsort(forest.row_lo[nodes])]:
+            lo, hi, length = int(forest.row_lo[node]), int(forest.row_hi[node]), int(forest.length[node])
+            pages = forest.pages_of(node)[: -(-length // forest.page_size)]
+            entries += [(lo - row, nothing, 0), (hi - lo, pages, length)]
+            row = hi
+        entries.append((forest.request_capacity - row, nothing, 0))
+        tables.append(PageTable.of(entries, forest.page_size))
+    return tables
+
+
+class Tensors(NamedTuple):
+    """Inputs as torch sees them, in the memory that JAX holds; queries in depth-first order."""
+
+    forest: Forest
+    query: torch.Tensor
+    pages: tuple[torch.Tensor, torch.Tensor]
+    workspace: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Tensors:
+        """Share the arrays, copying none but the query."""
+        import torch
+
+        forest, query, key, value = inputs
+        rows = jax.block_until_ready(query[forest.request_of_row, 0])
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        return cls(forest, torch.from_dlpack(rows), (torch.from_dlpack(key), torch.from_dlpack(value)), workspace)
+
+
+Run = Callable[[], "torch.Tensor"]
+
+
+def decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
+    """Plan batch decode."""
+    import flashinfer
+    import torch
+
+    query, table = tensors.query, request_table(tensors.forest)
+    pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(tensors.workspace, "NHD", use_tensor_cores=use_tensor_cores)
+    wrapper.plan(
+        *map(torch.from_numpy, (table.page_ptr, table.pages, table.last_page_tokens)),
+        query.shape[1],
+        pages[0].shape[2],
+        query.shape[2],
+        table.page_size,
+        q_data_type=query.dtype,
+        kv_data_type=query.dtype,
+    )
+    out = torch.empty_like(query)
+    return lambda: wrapper.run(query, pages, out=out, enable_pdl=False)
+
+
+def cascade(tensors: Tensors, backend: str) -> Run:
+    """Plan what MultiLevelCascadeAttentionWrapper runs, which has no choice of backend of its own.
+
+    On Hopper it takes fa3, which does not split a long context over thread blocks; fa2 does. Partial results go to
+    buffers made beforehand, which that wrapper clears anew for every call.
+    """
+    import flashinfer
+    import torch
+
+    query, pages = tensors.query, tensors.pages
+    levels = []
+    for table in level_tables(tensors.forest):
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(tensors.workspace, "NHD", backend=backend)
+        wrapper.plan(
+            *map(torch.from_numpy, (table.row_ptr, table.page_ptr, table.pages, table.last_page_tokens)),
+            query.shape[1],
+            pages[0].shape[2],
+            query.shape[2],
+            table.page_size,
+            q_data_type=query.dtype,
+            kv_data_type=query.dtype,
+        )
+        partial = torch.empty_like(query), torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        levels.append((wrapper, partial))
+
+    def run() -> torch.Tensor:
+        for wrapper, (out, lse) in levels:
+            wrapper.run(query, pages, out=out, lse=lse, return_lse=True, enable_pdl=False)
+        merged = levels[-1][1]
+        for _, partial in levels[:-1]:
+            flashinfer.merge_state_in_place(*merged, *partial)
+        return merged[0]
+
+    return run
+
+
+#: Each peer's configurations, of which the fastest counts.
+PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
+    "flashinfer_decode": {
+        "tensor cores": functools.partial(decode, use_tensor_cores=True),
+        "CUDA cores": functools.partial(decode, use_tensor_cores=False),
+    },
+    "flashinfer_cascade": {
+        "fa2": functools.partial(cascade, backend="fa2"),
+        "fa3": functools.partial(cascade, backend="fa3"),
+    },
+}
+
+#: A cascade rounds its partial results to bfloat16 at every level.
+_MOST_RELATIVE_ERROR = 3 * MOST_RELATIVE_ERROR
+
+
+def measure(workload: Workload, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
+    """Check and time every peer.
+
+    Returns `<peer>_us` and `<peer>_relative_error` of its fastest configuration, or `<peer>_us` None and `<peer>_error`
+    with the reasons; and `<peer>_configurations`, the time of each, or why it has none.
+    """
+    inputs = make_inputs(workload, layout)
+    tensors = Tensors.of(inputs)
+    expected = expected[inputs.forest.request_of_row]
+    # Side by side, since the first plan of a kind compiles kernels for minutes.
+    with ThreadPoolExecutor() as threads:
+        plans = {
+            peer: {name: threads.submit(plan, tensors) for name, plan in configurations.items()}
+            for peer, configurations in PEERS.items()
+        }
+    row: dict = {}
+    for peer, configurations in plans.items():
+        results = {name: _time(plan, expected, repeats) for name, plan in configurations.items()}
+        times = {name: result.get("us", result.get("error")) for name, result in results.items()}
+        measured = [result for result in results.values() if "us" in result]
+        failed = {"us": None, "error": "; ".join(f"{name}: {time}" for name, time in times.items())}
+        best = min(measured, key=lambda result: result["us"], default=failed) | {"configurations": times}
+        row |= {f"{peer}_{field}": value for field, value in best.items()}
+    return row
+
+
+def _time(plan: Future[Run], expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
+    """Check the result of a planned run, then time its kernels; whatever it cannot do is a result too."""
+    import torch
+
+    try:
+        run = plan.result()
+        error = check(run().float().cpu().numpy(), expected, _MOST_RELATIVE_ERROR)
+
+        def finished() -> None:
+            run()
+            torch.cuda.synchronize()
+
+        return {"us": kernel_time(finished, repeats)[0], "relative_error": error}
+    except Exception as failure:
+        return {"error": reason(failure)}
+
+
+class Peers:
+    """A process that measures the peers, and a new one after each failure, which may have spoilt the device's state."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._pool: ProcessPoolExecutor | None = None
+
+    def measure(self, *arguments: object) -> dict:
+        """Call `measure` there; a process that ends gives every peer an `_error`."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=_share_the_device)
+        try:
+            row = self._pool.submit(measure, *arguments).result()
+        except Exception as error:
+            row = {f"{peer}_us": None for peer in PEERS} | {f"{peer}_error": reason(error) for peer in PEERS}
+        # The time of a configuration is a reason where it failed.
+        times = [time for peer in PEERS for time in row.get(f"{peer}_configurations", {"all": "failed"}).values()]
+        if any(isinstance(time, str) for time in times):
+            self.close()
+        return row
+
+    def close(self) -> None:
+        """End the process."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
+
+
+def _share_the_device() -> None:
+    """Take GPU memory as it is needed: another process holds most of it, and torch wants some as well."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -1,0 +1,63 @@
+"""Rows of a result file: what they were measured on, failures as fields, and a draft that outlives the run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+from benchmarks.inputs import Layout
+
+_PACKAGES = ["jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
+
+
+def conditions(layout: Layout, *packages: str) -> dict:
+    """Say what the rows of a run have in common; `packages` are further ones whose versions matter."""
+    versions = {"python": platform.python_version()}
+    for package in (*_PACKAGES, *packages):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": jax.devices()[0].device_kind,
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "heads": f"{layout.num_q_heads}/{layout.num_kv_heads}",
+        "head_dim": layout.head_dim,
+        "page_size": layout.page_size,
+        "dtype": "bfloat16",
+    }
+
+
+def attempt(measure: Callable[[], dict], field: str, error_field: str) -> dict:
+    """Return the fields of a measurement or, where it fails, the reason, since other fields are still worth having."""
+    try:
+        return measure()
+    except Exception as error:
+        return {field: None, error_field: reason(error)}
+
+
+def reason(error: BaseException) -> str:
+    """Say in one line what went wrong."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
+def draft_of(path: Path) -> Path:
+    """Return where rows stay until all of them are there."""
+    return path.with_suffix(".part")
+
+
+def write_draft(rows: list[dict], path: Path) -> None:
+    """Keep the rows so far beside `path`."""
+    draft_of(path).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+def publish(path: Path) -> None:
+    """Put the draft in the place of the last result."""
+    draft_of(path).replace(path)
