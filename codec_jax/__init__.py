@@ -14,11 +14,12 @@ and by words: `nodes` and `entries` of a forest, `num_pages` and `page_size` of 
 `slots` and `segments` of a plan (see `codec_jax.plan`).
 """
 
-from codec_jax import attention, partial
+from codec_jax import attention, flash_decoding, latent, partial
 from codec_jax.errors import OutOfPagesError, OutOfSlotsError, PlanError
 from codec_jax.forest import Forest
 from codec_jax.pages import KVPages, PagePool
 from codec_jax.plan import Plan, make_plan
+from codec_jax.show import show
 
 __all__ = [
     "Forest",
@@ -29,6 +30,9 @@ __all__ = [
     "Plan",
     "PlanError",
     "attention",
+    "flash_decoding",
+    "latent",
     "make_plan",
     "partial",
+    "show",
 ]

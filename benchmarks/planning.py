@@ -1,0 +1,134 @@
+"""Time make_plan on the CPU, and draw the load that it predicts for each thread block.
+
+    python -m benchmarks.planning --json benchmarks/results/planning.json --plot benchmarks/results/planning.svg
+
+Plans are for the Hopper kernels and an H200, whatever machine this runs on. A time is the median of whole calls, after
+one that is not counted. `--plot` needs matplotlib, which the extra `bench` installs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from tqdm import tqdm
+
+from benchmarks.inputs import Layout
+from benchmarks.rows import conditions, publish, write_draft
+from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root
+from codec_jax import Forest, Plan, make_plan
+from codec_jax.schedule import loads
+
+#: What make_plan takes from the device where it is a GPU.
+TILING = {"num_ctas": 132, "tile_rows": 64, "block_tokens": 128, "lanes": 2}
+
+MANY_QUESTIONS, MANY_REQUESTS = shared_root(120_000, 64, 2048), k_ary(4, 6, 256)
+FORESTS = [MANY_QUESTIONS, MANY_REQUESTS, *(each for each in PAPER if each != MANY_QUESTIONS)]
+DRAWN = [MANY_QUESTIONS, MANY_REQUESTS, k_ary(2, 6, 1024), degenerate(6, 4096)]
+
+LEAST_CALLS, LEAST_SECONDS = 15, 0.3
+
+
+def main() -> None:
+    """Measure, write the rows, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, help="an SVG file")
+    arguments = parser.parse_args()
+    layout = Layout()
+    rows: list[dict] = []
+    for workload in tqdm(FORESTS):
+        rows.append(measure(workload, layout))
+        write_draft(rows, arguments.json)
+        tqdm.write(line(rows[-1]))
+    publish(arguments.json)
+    if arguments.plot:
+        draw({workload.name: loads(planning_call(workload, layout)()) for workload in DRAWN}, arguments.plot)
+
+
+def planning_call(workload: Workload, layout: Layout) -> Callable[[], Plan]:
+    """Build the forest; returns make_plan's call on it."""
+    forest = Forest.from_nodes(*workload[1:], page_size=layout.page_size)
+    heads = {"num_q_heads": layout.num_q_heads, "num_kv_heads": layout.num_kv_heads, "head_dim": layout.head_dim}
+    return partial(make_plan, forest, **heads, **TILING)
+
+
+def measure(workload: Workload, layout: Layout) -> dict:
+    """Time one workload; returns its row."""
+    call = planning_call(workload, layout)
+    plan = call()
+    times: list[float] = []
+    while len(times) < LEAST_CALLS or sum(times) < LEAST_SECONDS:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    load = loads(plan)
+    common = {name: value for name, value in conditions(layout, "numpy").items() if name != "dtype"}
+    return {
+        "name": workload.name,
+        "requests": len(workload.leaf),
+        "nodes": len(workload.parent),
+        "plan_us": statistics.median(times) * 1e6,
+        "least_plan_us": min(times) * 1e6,
+        "calls": len(times),
+        "segments": int(plan.cta_ptr[-1]),
+        "mean_load": float(load.mean()),
+        "most_load": float(load.max()),
+        **TILING,
+        **common,
+        "device": processor(),
+        "cores": os.cpu_count(),
+    }
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
+    described = Path("/proc/cpuinfo")
+    if described.exists():
+        for entry in described.read_text().splitlines():
+            name, _, value = entry.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def line(row: dict) -> str:
+    """Show a row: times, and how much more than the mean the busiest thread block has to do."""
+    times = f"{row['plan_us']:9.0f} us  {row['least_plan_us']:9.0f} us at least"
+    return f"{row['name']:<42} {times}  most load {row['most_load'] / row['mean_load']:.3f} x mean"
+
+
+def draw(load: dict[str, Float[np.ndarray, " num_ctas"]], out: Path) -> None:
+    """Draw a chart for each forest: a bar for each thread block, and a line at the mean."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 0.6 + 2.3 * math.ceil(len(load) / 2)), layout="constrained", facecolor="white")
+    charts = figure.subplots(math.ceil(len(load) / 2), 2, squeeze=False).ravel()
+    for axes in charts[len(load) :]:
+        axes.remove()
+    for axes, (name, values) in zip(charts, load.items(), strict=False):
+        axes.bar(np.arange(len(values)), values, width=1.0, color="#56B4E9", edgecolor="white", linewidth=0.3)
+        axes.axhline(values.mean(), color="#333333", linewidth=1.2)
+        axes.set_title(f"{name}: most {values.max() / values.mean():.3f} × mean", fontsize=10)
+        axes.set_xlim(-0.5, len(values) - 0.5)
+        axes.tick_params(length=0, labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("thread block", fontsize=9)
+    figure.supylabel("predicted load, in blocks read", fontsize=9)
+    # Text stays text and nothing depends on the hour, so that the file is small and drawing it again changes nothing.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "codec_jax"}):
+        figure.savefig(out, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
