@@ -62,8 +62,8 @@ def forest_attention(
       query: [B, T, N, H] in the caller's request order, B = forest.request_capacity; float32, bfloat16 or float16.
         The T tokens are the last T of each request's context (their K and V are in the pages already) and see each
         other causally.
-      key_pages: [num_pages, page_size, K, H], N a multiple of K; every value finite.
-      value_pages: like key_pages.
+      key_pages: [num_pages, page_size, K, H], N a multiple of K.
+      value_pages: like key_pages; every value finite, also where nobody reads (`KVPages` sees to that).
       forest: the paths, in lengths that include the query tokens.
       plan: from `make_plan` for this forest, head layout and T.
       scale: factor on the scores; defaults to 1 / sqrt(H).

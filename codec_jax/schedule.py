@@ -65,10 +65,7 @@ def schedule(
     blocks, unmasked, wide = blocks[used], unmasked[used], wide[used]
     effective = unmasked + _MASKED_FACTOR * (blocks - unmasked)
     in_wide, in_narrow = effective[wide].sum(), effective[~wide].sum()
-    memory_time = unique_wide + in_narrow
-    total = max(memory_time, in_wide * _WIDE_COST + in_narrow * _NARROW_COST)
-    narrow_cost = np.clip((total - in_wide * _WIDE_COST) / max(in_narrow, 1), _NARROW_COST, 1.0)
-    unit = np.where(wide, _WIDE_COST, narrow_cost)
+    unit = np.where(wide, _WIDE_COST, _narrow_cost(in_wide, in_narrow, unique_wide))
 
     # One line: for every stream, one stretch a kv head.
     line_stream = np.repeat(np.arange(len(used)), num_kv_heads)
@@ -119,11 +116,14 @@ def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:
     _, node, _, readers = pages[lo[wide][segment] + nth].reshape(-1, 4).T
     unique_wide = np.asarray(plan.most_length)[np.unique(node[readers > 0])].sum() / (pages.shape[1] * plan.slot_tokens)
     in_wide, in_narrow = (effective[which].sum() / plan.num_kv_heads for which in (wide, ~wide))
-    # As in `schedule`.
-    total = max(unique_wide + in_narrow, in_wide * _WIDE_COST + in_narrow * _NARROW_COST)
-    narrow_cost = np.clip((total - in_wide * _WIDE_COST) / max(in_narrow, 1), _NARROW_COST, 1.0)
-    cost = effective * np.where(wide, _WIDE_COST, narrow_cost) + _SEGMENT_COST
+    cost = effective * np.where(wide, _WIDE_COST, _narrow_cost(in_wide, in_narrow, unique_wide)) + _SEGMENT_COST
     return np.diff(np.concatenate([[0], np.cumsum(cost)])[cta_ptr])
+
+
+def _narrow_cost(in_wide: float, in_narrow: float, unique_wide: float) -> float:
+    """Return what a narrow block costs beside so many blocks of each kind: what fills the time that the whole takes."""
+    total = max(unique_wide + in_narrow, in_wide * _WIDE_COST + in_narrow * _NARROW_COST)
+    return float(np.clip((total - in_wide * _WIDE_COST) / max(in_narrow, 1), _NARROW_COST, 1.0))
 
 
 def _cuts(wide_cost: Float[np.ndarray, " wide"], total: float, num_ctas: int) -> Float[np.ndarray, " num_ctas-1"]:

@@ -4,7 +4,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import document_qa
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from codec_jax.nnx import open_checkpoint
+from codec_jax.nnx import Decoding, open_checkpoint
 
 VOCAB, STOP, CONTEXT, MAX_NEW = 40, 5, 256, 40
 DOCUMENTS = [" ".join(f"w{i}" for i in np.random.default_rng(d).integers(6, VOCAB, 100)) for d in range(2)]
@@ -118,16 +120,48 @@ def expected(dense: Dense, prompts: list[list[int]]) -> list[list[int]]:
     return tokens
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags that name two documents and the questions."""
+    directory = tmp_path_factory.mktemp("files")
     for name, text in zip(("left.txt", "right.txt"), DOCUMENTS, strict=True):
-        (tmp_path / name).write_text(text + "\n")
-    (tmp_path / "questions.txt").write_text("\n\n".join(QUESTIONS) + "\n")
+        (directory / name).write_text(text + "\n")
+    (directory / "questions.txt").write_text("\n\n".join(QUESTIONS) + "\n")
     return [
-        *("--documents", str(tmp_path / "left.txt"), str(tmp_path / "right.txt")),
-        *("--questions", str(tmp_path / "questions.txt")),
+        *("--documents", str(directory / "left.txt"), str(directory / "right.txt")),
+        *("--questions", str(directory / "questions.txt")),
     ]
+
+
+@dataclass
+class Run:
+    """What document_qa printed, and what its two decodings, with and without sharing, began with and came to."""
+
+    output: str
+    states: list[Decoding]
+    answers: list[document_qa.Answers]
+    intervals: list[tuple[list[list[int]], list[int]]]  # what both were told of, tokens and who goes on
+
+
+@pytest.fixture(scope="module")
+def run(model_dir: Path, files: list[str]) -> Run:
+    """One run for all tests of what it says and does."""
+    output, run, answer = StringIO(), Run("", [], [], []), document_qa.answer
+
+    def watched(sampler, state, max_new_tokens, on_interval, **sampling):
+        def watch(tokens: list[list[int]], running: list[int]) -> None:
+            run.intervals.append(([list(each) for each in tokens], list(running)))
+            on_interval(tokens, running)
+
+        run.states.append(state)
+        run.answers.append(answer(sampler, state, max_new_tokens, watch, **sampling))
+        return run.answers[-1]
+
+    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stdout(output):
+        monkeypatch.setattr(document_qa, "answer", watched)
+        document_qa.main(["--model", str(model_dir), "--dtype", "float32", "--max-new-tokens", str(MAX_NEW), *files])
+    run.output = output.getvalue()
+    return run
 
 
 def unshared_reads(prompts: list[list[int]], answers: list[list[int]]) -> int:
@@ -153,43 +187,31 @@ def numbers(pattern: str, output: str) -> list[int]:
 # --- Questions about documents ------------------------------------------------------------------------------------
 
 
-def test_answers_with_and_without_sharing_are_those_of_dense_attention(model_dir, prompts, expected):
-    model = document_qa.checkpoint_model(model_dir, "float32")
-    sampler, state = document_qa.start(model, prompts, MAX_NEW)
-    seen: list[list[list[int]]] = []
-    goes_on: list[list[int]] = []
-
-    def watch(tokens: list[list[int]], running: list[int]) -> None:
-        seen.append([list(each) for each in tokens])
-        goes_on.append(running)
-
-    for forest_of_its_own in (False, True):
-        run = document_qa.without_sharing(state) if forest_of_its_own else state
-        answers = document_qa.answer(
-            sampler, run, MAX_NEW, watch, stop_tokens=model.stop_tokens, temperature=0.0, seed=0
-        )
-        assert answers.tokens == expected
-        assert answers.seconds > 0
-        state = replace(state, cache=answers.state.cache)
-    assert seen[0] == [each[: document_qa.STEPS] for each in expected]
-    assert goes_on[0] == [i for i, each in enumerate(expected) if len(each) > document_qa.STEPS]
-    assert goes_on[-1] == []
+def test_answers_with_and_without_sharing_are_those_of_dense_attention(run, expected):
+    assert [answers.tokens for answers in run.answers] == [expected, expected]
+    assert all(answers.seconds > 0 for answers in run.answers)
 
 
-def test_without_sharing_every_node_has_one_reader_and_every_request_its_own_pages_as_before(model_dir, prompts):
-    _, state = document_qa.start(document_qa.checkpoint_model(model_dir, "float32"), prompts, MAX_NEW)
-    forest = document_qa.without_sharing(state).forest
-    nodes = [node for request in state.requests for node in forest.path(request)]
-    assert len(nodes) == len(set(nodes)) == (forest.page_count > 0).sum()
+def test_answers_are_told_of_at_every_interval_until_they_end(run, expected):
+    told = []
+    for end in range(document_qa.STEPS, MAX_NEW + document_qa.STEPS, document_qa.STEPS):
+        goes_on = [i for i, tokens in enumerate(expected) if len(tokens) > end]
+        told.append(([tokens[:end] for tokens in expected], goes_on))
+    assert run.intervals == told + told
+
+
+def test_without_sharing_every_node_has_one_reader_and_every_request_its_pages_as_before(run, prompts):
+    shared, apart = (state.forest for state in run.states)
+    nodes = [node for request in range(len(prompts)) for node in apart.path(request)]
+    assert len(nodes) == len(set(nodes)) == (apart.page_count > 0).sum()
     for request, prompt in enumerate(prompts):
-        slots = forest.context_slots(request)
+        slots = apart.context_slots(request)
         assert len(slots) == len(prompt)
-        assert (slots == state.forest.context_slots(request)).all()
+        assert (slots == shared.context_slots(request)).all()
 
 
-def test_a_run_prints_every_answer_and_what_was_read_for_them(model_dir, prompts, expected, files, capsys):
-    document_qa.main(["--model", str(model_dir), "--dtype", "float32", "--max-new-tokens", str(MAX_NEW), *files])
-    output = capsys.readouterr().out
+def test_a_run_prints_every_answer_and_what_was_read_for_them(run, prompts, expected):
+    output = run.output
     printed = re.findall(r"^(left|right): (.*)\n(.*)\n", output, re.MULTILINE)
     assert [(title, question) for title, question, _ in printed] == [
         (title, question) for title in ("left", "right") for question in QUESTIONS
