@@ -9,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import interpret
 from pallas_kernels.compat import load, transposed
 from pallas_kernels.pac_pipeline import LANES, Pipeline, Segment
 from pallas_kernels.packing import TILE_ROWS
@@ -87,6 +88,11 @@ def compute(pipeline: Pipeline) -> None:
             _write(pipeline, segment.partial, _take_half(pipeline, state))
 
     pipeline.each_segment(work)
+    if pipeline.sizes.interpreted:
+
+        @pl.when(warpgroup == 1)
+        def _see_completions() -> None:
+            interpret.see_completions(pipeline, 0, (), [scratch.half_free])
 
 
 def _nothing(pipeline: Pipeline) -> _State:
@@ -110,7 +116,10 @@ def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked
         plgpu.wgmma(scores_ref, scratch.query.at[share.buffer], transposed(scratch.keys.at[slot]))
         return scores_ref[...]
 
-    scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))  # [64, block]
+    if sizes.interpreted:
+        scores = interpret.multiply(scratch.query[share.buffer], interpret.read(scratch.keys.at[slot]).T)
+    else:
+        scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))  # [64, block]
     _release(segment, scratch.keys_free, slot)
     scores = _hide(pipeline, share, slot, scores) if masked else scores
     row_max = jnp.maximum(jnp.maximum(state.max, scores.max(axis=1) * sizes.factor), _LOWEST)  # [64]
@@ -125,7 +134,11 @@ def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked
         for i, acc_ref in enumerate(acc_refs):
             plgpu.wgmma(acc_ref, rounded, scratch.values.at[slot, :, pl.ds(i * sizes.columns, sizes.columns)])
 
-    accs = pl.run_state(multiply_values)([plgpu.ACC.init(acc) for acc in accs])  # [64, columns] each
+    if sizes.interpreted:
+        products = jnp.split(interpret.multiply(rounded, interpret.read(scratch.values.at[slot])), len(accs), axis=1)
+        accs = [acc + product for acc, product in zip(accs, products, strict=True)]
+    else:
+        accs = pl.run_state(multiply_values)([plgpu.ACC.init(acc) for acc in accs])  # [64, columns] each
     _release(segment, scratch.values_free, slot)
     return _State(accs, row_max, row_sum)
 

@@ -8,6 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import interpret
 from pallas_kernels.pac_pipeline import Page, Pipeline, Segment
 
 _Ids = tuple[jax.Array, ...]
@@ -48,4 +49,6 @@ def load_blocks(pipeline: Pipeline) -> None:
 
         return lax.fori_loop(0, count, step, ids)
 
-    pipeline.each_segment(work, pipeline.first_pages)
+    blocks = pipeline.each_segment(work, pipeline.first_pages)
+    if sizes.interpreted:
+        interpret.see_completions(pipeline, blocks, (scratch.keys_free, scratch.values_free), ())

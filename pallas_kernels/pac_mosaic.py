@@ -21,6 +21,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.interpret import tile_shape
 from pallas_kernels.pac_compute import compute
 from pallas_kernels.pac_load import load_blocks
 from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Inputs, Outputs, Pipeline, Scratch, Sizes
@@ -54,6 +55,7 @@ def pac(
     num_partials: int,
     stages: int,
     scale: float,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the partials of all segments.
 
@@ -72,6 +74,7 @@ def pac(
       num_partials: partials that segments refer to.
       stages: blocks in flight.
       scale: factor on the scores.
+      interpret: parameters of the GPU interpreter, to simulate the kernel on a CPU.
 
     Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
     Partials that no segment refers to are not written.
@@ -88,6 +91,7 @@ def pac(
         factor=scale * _LOG2E,
         causal=causal is not None,
         dtype=query.dtype,
+        interpreted=interpret is not None,
     )
     inputs = [query.reshape(batch * tokens, num_q_heads, head_dim), key_pages, value_pages, request_of_row]
     inputs += [node_length, pages, segments, runs, *(causal or ())]
@@ -126,6 +130,7 @@ def pac(
         num_threads=LANES + 2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
     )
     return kernel(*inputs)
 
@@ -135,9 +140,10 @@ def _scratch(sizes: Sizes) -> Scratch:
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
     ring = plgpu.SMEM((sizes.stages, sizes.block, sizes.head_dim), sizes.dtype, transforms=tiled)
     rings = (LANES + 1) * sizes.stages
+    rows = tile_shape(sizes.packing, 64, sizes.interpreted)
     return Scratch(
         query=plgpu.SMEM((LANES, TILE_ROWS, sizes.head_dim), sizes.dtype, transforms=tiled),
-        staged=plgpu.SMEM((sizes.columns // 64, TILE_ROWS, 64), sizes.dtype, transforms=(swizzle,)),
+        staged=plgpu.SMEM((sizes.columns // 64, *rows), sizes.dtype, transforms=(swizzle,)),
         keys=ring,
         values=ring,
         columns=plgpu.SMEM((sizes.stages, 2 if sizes.causal else 1, BLOCK_TOKENS), jnp.int32),

@@ -104,6 +104,7 @@ class Sizes:
     factor: float  # from scores to units of log2
     causal: bool
     dtype: Any
+    interpreted: bool  # simulated on a CPU
 
     @property
     def block(self) -> int:
@@ -133,11 +134,11 @@ class Pipeline:
         self._first_segment = Segment(*rest[: len(Segment._fields)])
         self.first_pages = tuple(rest[len(Segment._fields) :])
 
-    def each_segment(self, work: Callable[..., Any], carried: Any = None) -> None:
+    def each_segment(self, work: Callable[..., Any], carried: Any = None) -> jax.Array:
         """Call carried = work(segment, the next one, blocks done before it, turn, carried) for every segment.
 
         The next segment's fields are loaded meanwhile. Narrow segments take turns with the two query buffers, so that
-        one fills while the other is in use.
+        one fills while the other is in use. Returns the blocks of all segments.
         """
         ref = self.inputs.segments
 
@@ -149,7 +150,7 @@ class Pipeline:
             return following, done + segment.hi - segment.lo, jnp.where(segment.is_wide, turn, 1 - turn), carried
 
         begin = (self._first_segment, jnp.int32(0), jnp.int32(0), carried)
-        lax.fori_loop(self.first, self._last, step, begin)
+        return lax.fori_loop(self.first, self._last, step, begin)[1]
 
     def slot(self, number: jax.Array) -> jax.Array:
         """Where in the rings block `number` of this thread block lies."""

@@ -9,8 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import load
-from pallas_kernels.pac_pipeline import BLOCK_TOKENS, Page, Pipeline, Segment, Sizes
+from pallas_kernels import interpret
+from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Page, Pipeline, Segment, Sizes
 
 _UNITS_AT_ONCE = 8  # loads in flight while gathering
 
@@ -50,7 +50,10 @@ def prepare(pipeline: Pipeline) -> None:
         pages = lax.fori_loop(0, middle, functools.partial(step, masked=False), pages)
         lax.fori_loop(middle, segment.hi - segment.lo, functools.partial(step, masked=True), pages)
 
-    pipeline.each_segment(work)
+    blocks = pipeline.each_segment(work)
+    if sizes.interpreted:
+        queries = [scratch.query_free.at[buffer] for buffer in range(LANES)]
+        interpret.see_completions(pipeline, blocks, [scratch.values_free], queries)
 
 
 def staging_arrivals(sizes: Sizes) -> int:
@@ -71,7 +74,9 @@ def _stage(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Arra
         for at, column in enumerate(columns):
             plgpu.copy_gmem_to_smem(
                 inputs.query.at[pl.ds(entry, count), heads, pl.ds(column, 64)],  # [count, rows, 64]
-                scratch.staged.at[at, pl.ds(place * rows, count * rows)].reshape(count, rows, 64),
+                interpret.view_units(
+                    scratch.staged, at, place, count=count, packing=packing, interpreted=sizes.interpreted
+                ),
                 arrived,
             )
 
@@ -98,7 +103,7 @@ def _stage(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Arra
         if begin == 0:
             plgpu.barrier_wait(scratch.query_free.at[buffer])
         for at, column in enumerate(columns):
-            values = load(scratch.staged.at[at], plgpu.Layout.WGMMA)  # [64, 64]
+            values = interpret.load_tile(scratch.staged.at[at], plgpu.Layout.WGMMA, sizes.interpreted)  # [64, 64]
             scratch.query.at[buffer, :, pl.ds(column, 64)][...] = values
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.query_full.at[buffer])

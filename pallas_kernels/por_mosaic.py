@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.compat import load
+from pallas_kernels.interpret import store_tile, tile_shape, view_unit, view_units
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 #: Nodes are checked in groups of one for each thread.
@@ -53,6 +54,7 @@ def por(
     packing: Packing,
     query_shape: tuple[int, ...],
     dtype: DTypeLike,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Merge the partials of `pac_mosaic.pac`.
 
@@ -69,6 +71,7 @@ def por(
       packing: how query rows make up a tile.
       query_shape: [B, T, N, H].
       dtype: of the output.
+      interpret: parameters of the GPU interpreter, to simulate the kernel on a CPU.
 
     Returns out [B, T, N, H] in `dtype`, 0 for free request slots, and the rows' max (natural log) and sum, float32
     [streams, 64]. Rows that saw no token have out 0 and sum 0. Everything is NaN if the plan does not hold.
@@ -80,6 +83,7 @@ def por(
     num_units = batch * tokens * packing.parts
     most_units = min(units, batch * tokens)
     by_unit = chunk % 4 == 0  # a copy begins at a multiple of 128 bytes, so other units are written row by row
+    interpreted = interpret is not None
 
     def body(*refs: Any) -> None:
         o_ref, m_ref, s_ref, ptr_ref, unit_ref, request_ref, used_ref, *refs = refs  # type: ignore[assignment]
@@ -150,17 +154,17 @@ def por(
 
         @pl.when(unit >= 0)
         def _write_together() -> None:
-            out_smem[...] = merged
+            store_tile(out_smem, merged, interpreted)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                out_smem.at[pl.ds(0, most_units * chunk)].reshape(most_units, chunk, _COLUMNS),
+                view_units(out_smem, 0, count=most_units, packing=packing, interpreted=interpreted),
                 out_ref.at[pl.ds(unit, most_units), pl.ds(head * packing.group, chunk), pl.ds(begin, _COLUMNS)],
             )
 
         @pl.when(unit < 0)
         def _write_one_by_one() -> None:
             if by_unit:
-                out_smem[...] = merged
+                store_tile(out_smem, merged, interpreted)
             else:
                 row_smem.at[:, 0][...] = merged
             plgpu.commit_smem()
@@ -169,7 +173,7 @@ def por(
                 number = tile * units + j if by_unit else tile * units + lax.div(j, jnp.int32(chunk))
                 entry, first_head = place(number)
                 if by_unit:
-                    source, heads = out_smem.at[pl.ds(j * chunk, chunk)], pl.ds(first_head, chunk)
+                    source, heads = view_unit(out_smem, j, packing, interpreted), pl.ds(first_head, chunk)
                 else:
                     source, heads = row_smem.at[j, pl.ds(0, 1)], pl.ds(first_head + lax.rem(j, jnp.int32(chunk)), 1)
 
@@ -194,12 +198,13 @@ def por(
             jax.ShapeDtypeStruct((num_streams, TILE_ROWS), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((TILE_ROWS, _COLUMNS), dtype, transforms=(plgpu.SwizzleTransform(32),)),
+            plgpu.SMEM(tile_shape(packing, _COLUMNS, interpreted), dtype, transforms=(plgpu.SwizzleTransform(32),)),
             plgpu.SMEM((TILE_ROWS, 64 // _COLUMNS, _COLUMNS), dtype),  # rows of 128 bytes
         ],
         grid=(num_streams, head_dim // _COLUMNS),
         grid_names=("stream", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
     )
     merged, most, total = kernel(out, row_max, row_sum, merge_ptr, tile_unit, request_of_row, used_rows, *exactness)
     return merged.reshape(query_shape), most, total
