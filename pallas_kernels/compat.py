@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-_BEFORE_0_11 = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
+_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+_BEFORE_0_11, _BEFORE_0_12 = _VERSION < (0, 11), _VERSION < (0, 12)
 
 
 def transposed(ref: Any) -> Any:
@@ -19,3 +20,12 @@ def load(ref: Any, layout: Any) -> jax.Array:
         return plgpu.load(ref, (), layout=layout, optimized=False)
     load_ref: Any = plgpu.load  # the versions differ in its signature
     return load_ref(ref, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Store registers to shared memory, with bank conflicts where the layout has them."""
+    if _BEFORE_0_12:
+        ref[...] = value
+    else:
+        store_ref: Any = vars(plgpu)["store"]  # the older versions have none
+        store_ref(ref, value, optimized=False)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.compat import load
+from pallas_kernels.compat import load, store
 from pallas_kernels.interpret import store_tile, tile_shape, view_unit, view_units
 from pallas_kernels.packing import TILE_ROWS, Packing
 
@@ -166,7 +166,7 @@ def por(
             if by_unit:
                 store_tile(out_smem, merged, interpreted)
             else:
-                row_smem.at[:, 0][...] = merged
+                store(row_smem.at[:, 0], merged)
             plgpu.commit_smem()
 
             def write(j: jax.Array, _: None) -> None:
