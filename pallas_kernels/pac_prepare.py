@@ -105,7 +105,7 @@ def _stage(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Arra
         for at, column in enumerate(columns):
             values = interpret.load_tile(scratch.staged.at[at], plgpu.Layout.WGMMA, sizes.interpreted)  # [64, 64]
             scratch.query.at[buffer, :, pl.ds(column, 64)][...] = values
-    plgpu.commit_smem()
+        plgpu.commit_smem()  # for wgmma, and before the next columns are copied to the staging buffer
     plgpu.barrier_arrive(scratch.query_full.at[buffer])
 
 

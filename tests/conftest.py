@@ -1,5 +1,11 @@
 """Settings of every test: strict dtypes, exact products, reproducible examples, GPU tests only where there is a GPU."""
 
+import os
+
+# In interpret mode each warpgroup takes a thread of JAX's CPU client, which has as many as the machine has cores unless
+# told otherwise: with too few, they wait for each other for ever. It is read when the client starts.
+os.environ["PJRT_NPROC"] = "8"
+
 import hypothesis
 import jax
 import pytest

@@ -3,13 +3,8 @@
 Copies, rings, barriers, masks and segments are those of the GPU; `pallas_kernels.interpret` says what is not.
 """
 
-import os
 from functools import partial
 from typing import Any, NamedTuple
-
-# Each warpgroup takes a thread of JAX's CPU client, which has as many as the machine has cores unless told otherwise:
-# with too few, they wait for each other for ever. It is read when the client starts.
-os.environ["PJRT_NPROC"] = "8"
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
