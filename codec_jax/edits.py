@@ -1,4 +1,4 @@
-"""Changes to a forest between decode steps, on the host: fork, reserve, retire, and the view that prefill uses.
+"""Changes to a forest between decode steps, on the host: fork, reserve, retire; and views of the same pages.
 
 Each function takes a forest and returns a new one; the methods of `Forest` of the same names document them.
 """
@@ -166,3 +166,23 @@ def chunks(forest: Forest, chunk: int) -> tuple[Forest, Int[np.ndarray, " chunks
         page_size=forest.page_size,
     )
     return view, np.asarray(source)
+
+
+def unshared(forest: Forest) -> Forest:
+    """Give every request copies of the nodes of its path, from a root of its own."""
+    requests = np.flatnonzero(forest.leaf >= 0)
+    paths = [forest.path(request) for request in requests.tolist()]
+    sizes = np.asarray([len(path) for path in paths], np.int64)
+    source = np.concatenate([*paths, np.zeros(0, np.int64)]).astype(np.int64)
+    end = np.cumsum(sizes)
+    parent = np.arange(len(source)) - 1
+    parent[end - sizes] = ROOT
+    leaf = np.full(forest.request_capacity, NO_NODE)
+    leaf[requests] = end - 1
+    return forest.rebuild(
+        parent=parent,
+        length=forest.length[source],
+        leaf=leaf,
+        page_count=forest.page_count[source],
+        entries=np.concatenate([*(forest.pages_of(node) for node in source), np.zeros(0, np.int32)]),
+    )

@@ -371,6 +371,14 @@ class Forest:
         self._require_host()
         return edits.chunks(self, chunk)
 
+    def unshared(self) -> Forest:
+        """View the same pages as a forest in which every request reads a path of its own: decoding without sharing.
+
+        For comparisons. It is safe to append to where every request owns its leaf, as after `reserve`.
+        """
+        self._require_host()
+        return edits.unshared(self)
+
     def path(self, request: int) -> list[int]:
         """Return the nodes of a request's context, root first; none for a free slot."""
         nodes: list[int] = []

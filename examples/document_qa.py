@@ -24,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
 from codec_jax import Forest, PagePool
 from codec_jax.nnx import Decoder, DecoderConfig, Decoding, Sampler, open_checkpoint
-from codec_jax.order import ROOT
 
 DOCUMENTS = Path(__file__).parent / "documents"
 PROMPT = "{document}\n\nQuestion: {question}\nAnswer:"
@@ -113,22 +111,6 @@ def start(model: Model, prompts: Sequence[list[int]], max_new_tokens: int) -> tu
     state = sampler.start(prompts, progress=True)
     forest, pool = state.forest.reserve(state.pool, max_new_tokens)
     return sampler, replace(state, forest=forest, pool=pool)
-
-
-def without_sharing(state: Decoding) -> Decoding:
-    """Give every request copies of the nodes of its path, from a root of its own, over the same physical pages.
-
-    Requests must own their leaves, as they do after `Forest.reserve`: nobody can append to a page that others read.
-    """
-    forest = state.forest
-    paths = [forest.path(request) for request in state.requests]
-    source, end = np.concatenate(paths), np.cumsum([len(path) for path in paths])
-    parent = np.arange(len(source)) - 1
-    parent[[0, *end[:-1]]] = ROOT
-    pages = np.concatenate([forest.pages_of(node) for node in source])
-    leaf, length, page_count = end - 1, forest.length[source], forest.page_count[source]
-    apart = Forest.build(parent, length, leaf, page_count, pages, page_size=PAGE_SIZE)
-    return replace(state, forest=apart, pool=PagePool.create(state.pool.num_pages, apart.used_pages))
 
 
 def answer(
@@ -229,7 +211,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "seed")}
     run = partial(answer, sampler, stop_tokens=model.stop_tokens, **options)
     shared = run(state, on_interval=Printer([f"{title}: {question}" for title, _, question in asked], model.decode))
-    apart = without_sharing(replace(state, cache=shared.state.cache))
+    forest = state.forest.unshared()
+    pool = PagePool.create(state.pool.num_pages, forest.used_pages)
+    apart = replace(state, forest=forest, pool=pool, cache=shared.state.cache)
     print(flush=True)
     with tqdm(total=shared.state.traffic.generated_tokens, desc="without sharing", unit="token") as bar:
         apart = run(apart, on_interval=lambda tokens, _: bar.update(sum(map(len, tokens)) - bar.n))

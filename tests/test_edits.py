@@ -465,3 +465,20 @@ def test_a_chunk_that_is_not_a_multiple_of_the_page_size_raises(chunk):
     forest = Forest.from_nodes([-1], [40], [0], page_size=16)
     with pytest.raises(ValueError, match=rf"chunk: expected a positive multiple of page_size = 16, got {chunk}$"):
         forest.chunks(chunk)
+
+
+@settings(deadline=None, max_examples=80)
+@given(trees(), page_sizes, st.data())
+def test_without_sharing_every_node_has_one_reader_and_contexts_are_the_same(tree, page_size, data):
+    forest = Forest.from_nodes(*tree, page_size=page_size)
+    left = data.draw(st.sets(st.integers(0, len(tree.leaf) - 1)))
+    forest, _ = forest.retire(PagePool.create(max(1, num_pages(tree, page_size)), forest.used_pages), sorted(left))
+    apart = forest.unshared()
+    assert apart.request_capacity == forest.request_capacity
+    assert active_requests(apart) == active_requests(forest)
+    paths = [apart.path(request) for request in active_requests(forest)]
+    nodes = [node for path in paths for node in path]
+    assert len(set(nodes)) == len(nodes)
+    assert (apart.row_hi - apart.row_lo)[nodes].tolist() == [1] * len(nodes)
+    for request, slots in enumerate(contexts(tree, page_size)):
+        assert apart.context_slots(request).tolist() == ([] if request in left else slots)

@@ -200,16 +200,6 @@ def test_answers_are_told_of_at_every_interval_until_they_end(run, expected):
     assert run.intervals == told + told
 
 
-def test_without_sharing_every_node_has_one_reader_and_every_request_its_pages_as_before(run, prompts):
-    shared, apart = (state.forest for state in run.states)
-    nodes = [node for request in range(len(prompts)) for node in apart.path(request)]
-    assert len(nodes) == len(set(nodes)) == (apart.page_count > 0).sum()
-    for request, prompt in enumerate(prompts):
-        slots = apart.context_slots(request)
-        assert len(slots) == len(prompt)
-        assert (slots == shared.context_slots(request)).all()
-
-
 def test_a_run_prints_every_answer_and_what_was_read_for_them(run, prompts, expected):
     output = run.output
     printed = re.findall(r"^(left|right): (.*)\n(.*)\n", output, re.MULTILINE)
