@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +23,9 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 from benchmarks.counters import read_counters
-from benchmarks.inputs import Inputs, Layout, attention_call, check, make_inputs, padded_slots, reference
+from benchmarks.inputs import Case, Inputs, Layout, attention_call, check, make_inputs, padded_slots, reference
 from benchmarks.peers import PEERS, Peers
-from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
+from benchmarks.rows import attempt, conditions, finish, write_draft
 from benchmarks.timing import kernel_time, wall_time
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
 
@@ -36,56 +35,68 @@ LARGE_BYTES, SMALL_BYTES = 100e6, 32e6  # forests on which fixed costs should no
 
 
 def main() -> None:
-    """Measure and write the rows."""
+    """Measure the probes and the paper's sweeps, or what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    add_arguments(parser)
     parser.add_argument("--heads", default="32/8", help="q heads / kv heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--implementation", default="mosaic")
-    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="the probes only")
     parser.add_argument(
         "--shapes", action="store_true", help="trees of other shapes only: many small nodes, one request"
     )
-    parser.add_argument("--peers", action="store_true", help="FlashInfer too; it compiles kernels for minutes at first")
-    parser.add_argument("--counters", action="store_true", help="bytes by hardware counters too; needs ncu")
     arguments = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+    require_gpu(parser)
     layout = Layout(*map(int, arguments.heads.split("/")), arguments.head_dim, arguments.page_size)
     selected = PROBE * arguments.quick + SHAPES * arguments.shapes or PROBE + PAPER
+    run([Case(workload, layout) for workload in selected], arguments)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what every command takes that measures cases with `run`."""
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--implementation", default="mosaic")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--peers", action="store_true", help="FlashInfer too; it compiles kernels for minutes at first")
+    parser.add_argument("--counters", action="store_true", help="bytes by hardware counters too; needs ncu")
+
+
+def require_gpu(parser: argparse.ArgumentParser) -> None:
+    """End the command where there is nothing to measure on."""
+    if jax.default_backend() != "gpu":
+        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+
+
+def run(cases: Sequence[Case], arguments: argparse.Namespace) -> list[dict]:
+    """Measure cases as the arguments of `add_arguments` say, print a summary, and return and publish the rows.
+
+    Exits where our own time is missing from a row: the rows then stay in the draft of the result.
+    """
     peers = Peers() if arguments.peers else None
-    rows = collect(
-        selected,
-        partial(measure, layout=layout, arguments=arguments, peers=peers),
-        arguments.json,
-        conditions(layout, *["torch", "flashinfer-python"] * arguments.peers),
-    )
+    packages = ["torch", "flashinfer-python"] * arguments.peers
+    rows = collect(cases, partial(measure, arguments=arguments, peers=peers), arguments.json, *packages)
     if peers:
         peers.close()
-    print(summary(rows, layout.kv_token_bytes))
-    failed = [row["name"] for row in rows if "error" in row]
-    if failed:
-        sys.exit(
-            f"failed: {'; '.join(failed)}. The rows are in {draft_of(arguments.json)}, {arguments.json} is as it was"
-        )
-    publish(arguments.json)
+    print(summary(rows))
+    finish(rows, arguments.json)
+    return rows
 
 
-def collect(workloads: Iterable[Workload], measure: Callable[[Workload], dict], path: Path, common: dict) -> list[dict]:
-    """Measure one workload after another, keeping the draft of `path` up to date; one that fails does not end it."""
+def collect(cases: Iterable[Case], measure: Callable[[Case], dict], path: Path, *packages: str) -> list[dict]:
+    """Measure one case after another, keeping the draft of `path` up to date; one that fails does not end it."""
     rows: list[dict] = []
-    for workload in tqdm(workloads):
-        row = {"name": workload.name} | attempt(partial(measure, workload), "kernel_us", "error")
-        rows.append(row | common)
+    for case in tqdm(cases):
+        row = {"name": case.workload.name} | attempt(partial(measure, case), "kernel_us", "error")
+        place = {"series": case.series, "x": case.x} if case.series else {}
+        rows.append(row | place | conditions(case.layout, *packages))
         write_draft(rows, path)
         tqdm.write(line(row))
     return rows
 
 
-def measure(workload: Workload, layout: Layout, arguments: argparse.Namespace, peers: Peers | None) -> dict:
-    """Check and time one workload."""
+def measure(case: Case, arguments: argparse.Namespace, peers: Peers | None) -> dict:
+    """Check and time one case."""
+    workload, layout = case.workload, case.layout
     inputs = make_inputs(workload, layout)
     expected = reference(inputs)
     ours = partial(measure_ours, inputs, layout, expected, arguments.implementation, arguments.repeats)
@@ -95,7 +106,7 @@ def measure(workload: Workload, layout: Layout, arguments: argparse.Namespace, p
     if peers:
         row |= peers.measure(workload, layout, expected, arguments.repeats)
     if arguments.counters:
-        counters = partial(read_counters, workload, layout, arguments.implementation)
+        counters = partial(read_counters, case, arguments.implementation)
         row |= attempt(counters, "dram_read_bytes", "counters_error")
     return row
 
@@ -103,20 +114,22 @@ def measure(workload: Workload, layout: Layout, arguments: argparse.Namespace, p
 def bounds(workload: Workload, inputs: Inputs, layout: Layout) -> dict:
     """Count tokens, and what reading each once or multiplying takes at least."""
     forest = inputs.forest
-    unique, total = int(forest.length.sum()), int(forest.request_length.sum(dtype=np.int64))
+    read = forest.row_hi > forest.row_lo
+    unique, total = int(forest.length[read].sum()), int(forest.request_length.sum(dtype=np.int64))
     moved = unique * layout.kv_token_bytes + 2 * inputs.query.size * 2
     operations = 4 * total * layout.num_q_heads * layout.head_dim
     return {
         "name": workload.name,
         "unique_tokens": unique,
         "total_tokens": total,
+        "unique_bytes": unique * layout.kv_token_bytes,
         "requests": len(workload.leaf),
         "roofline_us": max(moved / READ_BYTES_PER_US, operations / FLOPS_PER_US),
     }
 
 
 def measure_ours(
-    inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], implementation: str, repeats: int
+    inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], implementation: str | None, repeats: int
 ) -> dict:
     """Check forest_attention and time its kernels and a whole call."""
     attend, kv_bytes = attention_call(inputs, layout, implementation)
@@ -166,14 +179,14 @@ def line(row: dict) -> str:
     return "   ".join([f"{row['name']:<42} {ours}", *peers])
 
 
-def summary(rows: list[dict], kv_token_bytes: int) -> str:
+def summary(rows: list[dict]) -> str:
     """Sum rows up: time over roofline, what small forests cost over it, and each peer's time over ours.
 
     Means are geometric. The best peer is another one on every forest.
     """
     measured = [row for row in rows if row["kernel_us"]]
-    large = [row for row in measured if row["unique_tokens"] * kv_token_bytes >= LARGE_BYTES]
-    small = [row for row in measured if row["unique_tokens"] * kv_token_bytes < SMALL_BYTES]
+    large = [row for row in measured if row["unique_bytes"] >= LARGE_BYTES]
+    small = [row for row in measured if row["unique_bytes"] < SMALL_BYTES]
     lines = [f"{len(measured)} of {len(rows)} workloads measured"]
     if large:
         ratios = [row["kernel_us"] / row["roofline_us"] for row in large]

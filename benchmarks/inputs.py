@@ -33,6 +33,15 @@ class Layout(NamedTuple):
         return 2 * 2 * self.num_kv_heads * self.head_dim
 
 
+class Case(NamedTuple):
+    """A workload under a layout: a row of a result file, and a point of the figure that is drawn from it."""
+
+    workload: Workload
+    layout: Layout = Layout()
+    series: str | None = None  # the chart that the point is in
+    x: float | None = None  # where it is there
+
+
 class Inputs(NamedTuple):
     """A forest, one query token for each request, and pages."""
 
@@ -58,7 +67,7 @@ def make_inputs(workload: Workload, layout: Layout) -> Inputs:
     return Inputs(forest, query, key, value)
 
 
-def attention_call(inputs: Inputs, layout: Layout, implementation: str) -> tuple[Callable[[], Array], int]:
+def attention_call(inputs: Inputs, layout: Layout, implementation: str | None) -> tuple[Callable[[], Array], int]:
     """Plan and put everything on the device; return forest_attention's call and the bytes of KV that its plan reads."""
     plan = make_plan(
         inputs.forest,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, NamedTuple
@@ -180,11 +180,13 @@ PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
 }
 
 #: A cascade rounds its partial results to bfloat16 at every level.
-_MOST_RELATIVE_ERROR = 3 * MOST_RELATIVE_ERROR
+MOST_PEER_ERROR = 3 * MOST_RELATIVE_ERROR
 
 
-def measure(workload: Workload, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
-    """Check and time every peer.
+def measure(
+    workload: Workload, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int, names: Sequence[str]
+) -> dict:
+    """Check and time the peers of these names.
 
     Returns `<peer>_us` and `<peer>_relative_error` of its fastest configuration, or `<peer>_us` None and `<peer>_error`
     with the reasons; and `<peer>_configurations`, the time of each, or why it has none.
@@ -194,10 +196,7 @@ def measure(workload: Workload, layout: Layout, expected: Float[np.ndarray, "B N
     expected = expected[inputs.forest.request_of_row]
     # Side by side, since the first plan of a kind compiles kernels for minutes.
     with ThreadPoolExecutor() as threads:
-        plans = {
-            peer: {name: threads.submit(plan, tensors) for name, plan in configurations.items()}
-            for peer, configurations in PEERS.items()
-        }
+        plans = {peer: {name: threads.submit(plan, tensors) for name, plan in PEERS[peer].items()} for peer in names}
     row: dict = {}
     for peer, configurations in plans.items():
         results = {name: _time(plan, expected, repeats) for name, plan in configurations.items()}
@@ -215,7 +214,7 @@ def _time(plan: Future[Run], expected: Float[np.ndarray, "B N H"], repeats: int)
 
     try:
         run = plan.result()
-        error = check(run().float().cpu().numpy(), expected, _MOST_RELATIVE_ERROR)
+        error = check(run().float().cpu().numpy(), expected, MOST_PEER_ERROR)
 
         def finished() -> None:
             run()
@@ -229,20 +228,21 @@ def _time(plan: Future[Run], expected: Float[np.ndarray, "B N H"], repeats: int)
 class Peers:
     """A process that measures the peers, and a new one after each failure, which may have spoilt the device's state."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = tuple(PEERS)) -> None:
         """Start nothing yet."""
+        self.names = tuple(names)
         self._pool: ProcessPoolExecutor | None = None
 
     def measure(self, *arguments: object) -> dict:
         """Call `measure` there; a process that ends gives every peer an `_error`."""
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=_share_the_device)
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=share_the_device)
         try:
-            row = self._pool.submit(measure, *arguments).result()
+            row = self._pool.submit(measure, *arguments, self.names).result()
         except Exception as error:
-            row = {f"{peer}_us": None for peer in PEERS} | {f"{peer}_error": reason(error) for peer in PEERS}
+            row = {f"{peer}_us": None for peer in self.names} | {f"{peer}_error": reason(error) for peer in self.names}
         # The time of a configuration is a reason where it failed.
-        times = [time for peer in PEERS for time in row.get(f"{peer}_configurations", {"all": "failed"}).values()]
+        times = [time for peer in self.names for time in row.get(f"{peer}_configurations", {"all": "failed"}).values()]
         if any(isinstance(time, str) for time in times):
             self.close()
         return row
@@ -254,6 +254,6 @@ class Peers:
         self._pool = None
 
 
-def _share_the_device() -> None:
+def share_the_device() -> None:
     """Take GPU memory as it is needed: another process holds most of it, and torch wants some as well."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

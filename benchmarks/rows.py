@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -61,3 +62,11 @@ def write_draft(rows: list[dict], path: Path) -> None:
 def publish(path: Path) -> None:
     """Put the draft in the place of the last result."""
     draft_of(path).replace(path)
+
+
+def finish(rows: list[dict], path: Path) -> None:
+    """Publish rows that were all measured; otherwise exit and leave them in the draft."""
+    failed = [row["name"] for row in rows if "error" in row]
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}. The rows are in {draft_of(path)}, {path} is as it was")
+    publish(path)

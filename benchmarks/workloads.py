@@ -50,6 +50,13 @@ def shared_ratio(ratio: float, shared: int, context: int = 120_000, requests: in
     return shared_root(shared, requests, context - shared)._replace(name=f"shared ratio {ratio}")
 
 
+def share_of_context(share: float, context: int = 32_768, requests: int = 16) -> Workload:
+    """Contexts of one length, of which the first part is common to all; rounded to pages of 16 tokens."""
+    shared = round(share * context / 16) * 16
+    workload = shared_root(shared, requests, context - shared) if shared else flat(requests, context)
+    return workload._replace(name=f"{share:.0%} of each context shared")
+
+
 def narrow_then_wide(own: int) -> Workload:
     """A binary tree of depth 4 with tiny inner nodes below its root."""
     length = [4096] + [16] * 6 + [own] * 8

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import attention, counters, peers, plot, timing, tune
-from benchmarks.inputs import MOST_RELATIVE_ERROR, Layout, attention_call, check, make_inputs, reference
+from benchmarks.inputs import MOST_RELATIVE_ERROR, Case, Layout, attention_call, check, make_inputs, reference
 from benchmarks.peers import PEERS, PageTable, Peers, level_tables, request_table
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload, degenerate, flat, k_ary, shared_root
 from codec_jax import Forest, make_plan
@@ -342,11 +342,15 @@ def test_a_level_table_holds_what_is_shared_once():
     assert (second.row_ptr.tolist(), len(second.pages)) == ([0, 1, 2, 3], 3)
 
 
+def end_the_process(status: int, names: tuple[str, ...]) -> None:
+    os._exit(status)
+
+
 def test_a_peer_that_cannot_run_or_ends_its_process_is_reported_with_the_reason(monkeypatch):
     arguments = (flat(1, 20), SMALL, np.ones((1, 8, 16), np.float32), 1)
     running = Peers()
     with monkeypatch.context() as patched:
-        patched.setattr(peers, "measure", os._exit)
+        patched.setattr(peers, "measure", end_the_process)
         crashed = running.measure(1)
     without_gpu = running.measure(*arguments)
     running.close()
@@ -363,12 +367,16 @@ def test_a_peer_that_cannot_run_or_ends_its_process_is_reported_with_the_reason(
 def test_counters_are_summed_over_kernels():
     report = """==WARNING== Note: Running with unmodified GPU clocks.
 ==PROF== Connected to process 1
-"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_read.max","l1tex__m_xbar2l1tex_read_bytes.sum"
-"","","byte","byte","byte"
-"0","loop_gather_fusion","265,728","6,656","270,656"
-"1","body_mosaic_gpu_kernel","1,078,742,784","22,957,312","1,085,045,088"
+"ID","Kernel Name","dram__bytes_read.sum","sm__cycles.max","dram__bytes_write.sum","l1tex__m_xbar2l1tex_read_bytes.sum"
+"","","byte","byte","byte","byte"
+"0","loop_gather_fusion","265,728","6,656","64","270,656"
+"1","body_mosaic_gpu_kernel","1,078,742,784","22,957,312","1,024","1,085,045,088"
 """
-    assert counters.total(report) == {"dram_read_bytes": 1_079_008_512, "l2_to_sm_bytes": 1_085_315_744}
+    assert counters.total(report) == {
+        "dram_read_bytes": 1_079_008_512,
+        "dram_written_bytes": 1088,
+        "l2_to_sm_bytes": 1_085_315_744,
+    }
 
 
 @pytest.mark.parametrize("report", ["", "==ERROR== no permission", '"ID","Kernel Name"\n"",""\n'])
@@ -380,45 +388,49 @@ def test_a_report_without_kernels_is_no_count_of_zero(report):
 # ---------------------------------------------------------------------- rows
 
 
-def measured(workload: Workload) -> dict:
-    if workload.name.startswith("no sharing"):
+def measured(case: Case) -> dict:
+    if case.workload.name.startswith("no sharing"):
         raise RuntimeError("out of luck\nand more")
     return {"kernel_us": 2.0, "roofline_us": 1.0, "unique_tokens": 10, "cudnn_us": None, "cudnn_error": "too large"}
 
 
 def test_a_workload_that_fails_keeps_its_place_and_the_others(tmp_path):
     workloads = [k_ary(2, 2, 8), flat(1, 8), k_ary(2, 3, 8)]
-    rows = attention.collect(workloads, measured, tmp_path / "out.json", {"device": "x"})
+    layouts = [Layout(), Layout(64, 4), Layout(page_size=64)]
+    cases = [Case(workload, layout, "depths", 7) for workload, layout in zip(workloads, layouts, strict=True)]
+    rows = attention.collect(cases, measured, tmp_path / "out.json", "numpy")
     assert [row["name"] for row in rows] == [workload.name for workload in workloads]
     assert [row["kernel_us"] for row in rows] == [2.0, None, 2.0]
     assert rows[1]["error"] == "RuntimeError: out of luck"
-    assert {row["device"] for row in rows} == {"x"}
+    assert [(row["heads"], row["page_size"]) for row in rows] == [("32/8", 16), ("64/4", 16), ("32/8", 64)]
+    assert [(row["series"], row["x"]) for row in rows] == [("depths", 7)] * 3
+    assert {row["versions"]["numpy"] for row in rows} == {np.__version__}
     assert json.loads((tmp_path / "out.part").read_text())["rows"] == rows
 
 
 def test_rows_outlive_the_run_and_the_last_result_stays(tmp_path):
-    def interrupted(workload: Workload) -> dict:
-        if workload.name.startswith("no sharing"):
+    def interrupted(case: Case) -> dict:
+        if case.workload.name.startswith("no sharing"):
             raise KeyboardInterrupt
-        return measured(workload)
+        return measured(case)
 
     path = tmp_path / "out.json"
     path.write_text("the last result")
     with pytest.raises(KeyboardInterrupt):
-        attention.collect([k_ary(2, 2, 8), flat(1, 8)], interrupted, path, {})
+        attention.collect([Case(k_ary(2, 2, 8)), Case(flat(1, 8))], interrupted, path)
     assert [row["kernel_us"] for row in json.loads((tmp_path / "out.part").read_text())["rows"]] == [2.0]
     assert path.read_text() == "the last result"
 
 
 def test_the_summary_is_of_geometric_means():
     rows = [
-        {"kernel_us": 2.0, "roofline_us": 1.0, "unique_tokens": 10**6, "cudnn_us": 1.0},
-        {"kernel_us": 8.0, "roofline_us": 1.0, "unique_tokens": 10**6, "cudnn_us": 16.0},
-        {"kernel_us": 9.0, "roofline_us": 1.0, "unique_tokens": 10, "cudnn_us": None, "flashinfer_decode_us": 18.0},
-        {"kernel_us": 4.0, "roofline_us": 1.5, "unique_tokens": 20, "cudnn_us": 16.0, "flashinfer_decode_us": 2.0},
+        {"kernel_us": 2.0, "roofline_us": 1.0, "unique_bytes": 10**8, "cudnn_us": 1.0},
+        {"kernel_us": 8.0, "roofline_us": 1.0, "unique_bytes": 10**8, "cudnn_us": 16.0},
+        {"kernel_us": 9.0, "roofline_us": 1.0, "unique_bytes": 1000, "cudnn_us": None, "flashinfer_decode_us": 18.0},
+        {"kernel_us": 4.0, "roofline_us": 1.5, "unique_bytes": 2000, "cudnn_us": 16.0, "flashinfer_decode_us": 2.0},
         {"kernel_us": None, "error": "none"},
     ]
-    assert attention.summary(rows, kv_token_bytes=100).split("\n") == [
+    assert attention.summary(rows).split("\n") == [
         "4 of 5 workloads measured",
         "4.000 x roofline over 2 forests of 100 MB and more, 8.000 x at most",
         "at most 8.0 us over the roofline on 2 forests under 32 MB",
