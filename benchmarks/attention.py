@@ -173,7 +173,7 @@ def line(row: dict) -> str:
         ours = row["error"]
     peers = [
         f"{peer} {row[f'{peer}_us']:.1f}" if row[f"{peer}_us"] else f"{peer}: {row[f'{peer}_error']}"
-        for peer in ("cudnn", *PEERS)
+        for peer in ("unshared", "cudnn", *PEERS)
         if f"{peer}_us" in row
     ]
     return "   ".join([f"{row['name']:<42} {ours}", *peers])

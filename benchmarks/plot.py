@@ -55,7 +55,7 @@ def draw(rows: list[dict], out: Path, figure: Figure | None = None) -> None:
     canvas = curves(drawn, figure) if "series" in drawn[0] else markers(drawn)
     if figure:
         canvas.suptitle(figure.title, fontsize=11)
-    canvas.supxlabel(conditions(drawn[0]), x=0.99, ha="right", fontsize=9, color="#555555")
+    canvas.supxlabel(conditions(drawn), x=0.99, ha="right", fontsize=9, color="#555555")
     save(canvas, out)
 
 
@@ -158,11 +158,15 @@ def add_legend(canvas: Canvas, axes: Axes) -> None:
     canvas.legend(handles[::-1], labels[::-1], loc="outside upper left", ncols=5, frameon=False, handletextpad=0.2)
 
 
-def conditions(row: dict) -> str:
-    """Say on what the rows were measured."""
-    q_heads, kv_heads = row["heads"].split("/")
-    heads = f"{q_heads} q heads, {kv_heads} kv heads, head size {row['head_dim']}"
-    return f"{row['device']}, {heads}, {row['dtype']}, page size {row['page_size']}, {row['date']}"
+def conditions(rows: list[dict]) -> str:
+    """Say on what the rows were measured; heads only where they are the same for all."""
+    row, said = rows[0], [rows[0]["device"]]
+    if len({each["heads"] for each in rows}) == 1:
+        q_heads, kv_heads = row["heads"].split("/")
+        said += [f"{q_heads} q heads, {kv_heads} kv heads"]
+    return ", ".join(
+        [*said, f"head size {row['head_dim']}", row["dtype"], f"page size {row['page_size']}", row["date"]]
+    )
 
 
 if __name__ == "__main__":

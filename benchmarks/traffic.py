@@ -1,0 +1,122 @@
+"""Count the bytes that attention reads on forests larger than the L2 cache, by the GPU's hardware counters.
+
+    python -m benchmarks.traffic --json benchmarks/results/traffic_h200.json
+    python -m benchmarks.traffic --peers --json benchmarks/results/traffic_peers_h200.json
+
+The first counts ours on the probes and the paper's sweeps as far as the cache cannot hold them, the second ours and
+FlashInfer on a forest of each kind. Needs ncu, and the permission to read counters. A process of its own counts each
+call, after checking its result against float32 attention; caches are flushed before each of its kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.attention import require_gpu
+from benchmarks.counters import CONFIGURATIONS, METRICS, read_counters
+from benchmarks.inputs import Case
+from benchmarks.peers import share_the_device
+from benchmarks.rows import attempt, conditions, finish, write_draft
+from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload, degenerate, flat, k_ary, shared_ratio, shared_root
+
+L2_BYTES = 60 << 20  # of an H200, rounded up
+
+#: A forest of each kind, for the peers.
+KINDS = [
+    shared_root(120_000, 16, 1024),
+    shared_root(32_768, 64, 1024),
+    k_ary(2, 5, 8192),
+    degenerate(8, 16_384),
+    shared_ratio(0.5, 112_928),
+    flat(32, 8192),
+]
+
+
+def main() -> None:
+    """Count and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--peers", action="store_true", help="FlashInfer too, on a forest of each kind")
+    parser.add_argument("--shapes", action="store_true", help="trees of other shapes, as in benchmarks.attention")
+    parser.add_argument("--quick", action="store_true", help="two forests")
+    arguments = parser.parse_args()
+    share_the_device()  # with the processes that count
+    require_gpu(parser)
+    forests = KINDS if arguments.peers else SHAPES if arguments.shapes else PROBE + PAPER
+    cases = larger_than_the_cache(forests)
+    peers = list(CONFIGURATIONS) * arguments.peers
+    rows: list[dict] = []
+    for case in tqdm(cases[: 2 if arguments.quick else None]):
+        rows.append(count(case, peers) | conditions(case.layout, *["torch", "flashinfer-python"] * arguments.peers))
+        write_draft(rows, arguments.json)
+        tqdm.write(line(rows[-1]))
+    print(summary(rows))
+    finish(rows, arguments.json)
+
+
+def larger_than_the_cache(forests: list[Workload]) -> list[Case]:
+    """Return the forests that the L2 cache cannot hold."""
+    cases = [Case(each) for each in forests]
+    return [case for case in cases if sum(case.workload.length) * case.layout.kv_token_bytes > L2_BYTES]
+
+
+def count(case: Case, peers: list[str]) -> dict:
+    """Count our call and the peers' on one case; returns a row with the reason where there is no count."""
+    (name, parent, length, leaf), each = case.workload, case.layout.kv_token_bytes
+    depth_tokens: list[int] = []  # from the root to the end of each node
+    for above, tokens in zip(parent, length, strict=True):
+        depth_tokens.append(tokens + (depth_tokens[above] if above >= 0 else 0))
+    row = {
+        "name": name,
+        "requests": len(leaf),
+        "unique_bytes": sum(length) * each,
+        "unshared_bytes": sum(depth_tokens[end] for end in leaf) * each,
+    }
+    row |= attempt(partial(read_counters, case, "mosaic"), "dram_read_bytes", "error")
+    for peer in peers:
+        counted = attempt(partial(read_counters, case, peer), "dram_read_bytes", "error")
+        row |= {f"{peer}_{field}": value for field, value in counted.items()}
+    return row
+
+
+def callers(row: dict) -> dict[str, str]:
+    """Return the prefix of the fields of each call that the row was asked to count."""
+    return {"codec_jax": ""} | {peer: f"{peer}_" for peer in CONFIGURATIONS if f"{peer}_dram_read_bytes" in row}
+
+
+def line(row: dict) -> str:
+    """Show a row: what each call read, as a multiple of the unique KV bytes; or why there is no count."""
+    parts = []
+    for caller, prefix in callers(row).items():
+        if row[f"{prefix}dram_read_bytes"] is None:
+            parts.append(f"{caller}: {row[f'{prefix}error']}")
+        else:
+            read = [row[f"{prefix}{field}"] / row["unique_bytes"] for field in ("dram_read_bytes", "l2_to_sm_bytes")]
+            parts.append(f"{caller} DRAM {read[0]:.3f} x, L2 to SM {read[1]:.2f} x")
+    return "   ".join([f"{row['name']:<42} {row['unique_bytes'] / 1e6:7.0f} MB", *parts])
+
+
+def summary(rows: list[dict]) -> str:
+    """Sum rows up: our DRAM reads over the unique KV bytes, and what the peers read over what we read."""
+    counted = [row for row in rows if row["dram_read_bytes"]]
+    lines = [f"{len(counted)} of {len(rows)} forests counted"]
+    if counted:
+        ratios = [row["dram_read_bytes"] / row["unique_bytes"] for row in counted]
+        lines.append(f"{statistics.geometric_mean(ratios):.3f} x the unique KV bytes, {max(ratios):.3f} x at most")
+    for peer in CONFIGURATIONS:
+        for field in METRICS:
+            name = f"{peer}_{field}"
+            gains = [row[name] / row[field] for row in counted if row.get(name) and row[field]]
+            if gains:
+                mean = statistics.geometric_mean(gains)
+                lines.append(f"{field} of {peer}: {mean:.2f} x ours, {max(gains):.2f} x at most")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
