@@ -58,11 +58,10 @@ def flush_kernels() -> tuple[str, ...]:
     return tuple(name for name, _ in kernels)
 
 
-def kernel_time(call: Callable[[], object], repeats: int) -> tuple[float, int]:
-    """Return the median time of all kernels of a call in microseconds, L2 flushed before each, and their number.
+def kernel_runs(call: Callable[[], object], repeats: int) -> list[list[tuple[str, float]]]:
+    """Return name and milliseconds of all kernels of each of several calls, L2 flushed before each.
 
-    Kernels count whatever launched them; a call that JAX does not know of waits for its own. Launches and the gaps
-    between kernels do not count.
+    Kernels count whatever launched them; a call that JAX does not know of waits for its own.
 
     Raises ValueError for fewer than 2 repeats, RuntimeError if the flush does not come first or nothing comes after it.
     """
@@ -76,6 +75,15 @@ def kernel_time(call: Callable[[], object], repeats: int) -> tuple[float, int]:
         if names[: len(flush)] != flush or names == flush:
             raise RuntimeError(f"call: expected kernels after those of the flush, {flush}, got {names}")
         own.append(run[len(flush) :])
+    return own
+
+
+def kernel_time(call: Callable[[], object], repeats: int) -> tuple[float, int]:
+    """Return the median time of all kernels of a call in microseconds, and their number, by `kernel_runs`.
+
+    Launches and the gaps between kernels do not count.
+    """
+    own = kernel_runs(call, repeats)
     return 1e3 * statistics.median(sum(ms for _, ms in run) for run in own), len(own[0])
 
 

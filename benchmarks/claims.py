@@ -1,0 +1,101 @@
+"""What the paper claims, beside the same quantity in our results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from benchmarks.tables import markdown, speedups
+from benchmarks.workloads import PAPER
+
+#: Rows of result files, by their names without suffix.
+Load = Callable[[tuple[str, ...]], list[dict]]
+
+_SWEEPS = {each.name for each in PAPER}
+
+
+def claims_table(load: Load) -> str:
+    """Lay the paper's claims beside ours; what was not measured says so."""
+    lines = [[claim, where, ours(load) or "not measured yet"] for claim, where, ours in CLAIMS]
+    return markdown(["the paper", "on", "here, on an H200"], lines)
+
+
+def over_decode(load: Load) -> str | None:
+    """Compare with decode that reads shared pages once for every request."""
+    gains = speedups([row for row in load(("attention_h200",)) if row["name"] in _SWEEPS], "flashinfer_decode_us")
+    if not gains:
+        return None
+    return (
+        f"{statistics.geometric_mean(gains):.2f}x on average (geometric, {len(gains)} forests) and up to "
+        f"{max(gains):.1f}x over FlashInfer decode, {min(gains):.2f}x at least"
+    )
+
+
+def memory_reads(load: Load) -> str | None:
+    """Compare bytes that the SMs were sent, and bytes read from device memory."""
+    said = []
+    for field, name in (("l2_to_sm_bytes", "sent from L2 to SMs"), ("dram_read_bytes", "read from device memory")):
+        rows = [
+            row for row in load(("traffic_peers_h200",)) if row.get(f"flashinfer_decode_{field}") and row.get(field)
+        ]
+        gains = [row[f"flashinfer_decode_{field}"] / row[field] for row in rows]
+        if gains:
+            said.append(
+                f"bytes {name} down {statistics.geometric_mean(gains):.1f}x on average, {max(gains):.1f}x at most"
+            )
+    return "; ".join(said) or None
+
+
+def long_context(load: Load) -> str | None:
+    """Compare the attention of a layer over 50,000 shared tokens."""
+    for row in load(("length_h200",)):
+        if row["x"] == 50_000 and row.get("flashinfer_decode_us") and row.get("kernel_us"):
+            ours, theirs = row["kernel_us"] / 1e3, row["flashinfer_decode_us"] / 1e3
+            return f"{theirs / ours:.1f}x ({ours:.3f} against {theirs:.3f} ms), {row['name']}, FlashInfer decode"
+    return None
+
+
+def reduction(load: Load) -> str | None:
+    """Compare the merge of partials with partial attention."""
+    shares = [
+        row["por_us"] / (row["kernel_us"] - row["por_us"])
+        for row in load(("attention_h200",))
+        if row["name"] in _SWEEPS and row.get("por_us") and row.get("kernel_us")
+    ]
+    if not shares:
+        return None
+    return f"{statistics.median(shares):.1%} of PAC in the median of {len(shares)} forests, {max(shares):.1%} at most"
+
+
+def planning(load: Load) -> str | None:
+    """Say how long planning for 64 requests takes."""
+    rows = [row for row in load(("planning_h200",)) if row["requests"] == 64]
+    if not rows:
+        return None
+    return "; ".join(f"{row['plan_us'] / 1e3:.1f} ms for {row['name']}" for row in rows)
+
+
+def token_latency(load: Load) -> str | None:
+    """Compare whole decode steps with and without sharing."""
+    steps: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in load(("decoding_h200",)):
+        if row.get("wall_us"):
+            case = row["model"], row["requests"], row["document_tokens"]
+            steps.setdefault(case, {})[row["variant"]] = row["wall_us"]
+    said = []
+    for (model, requests, document), times in steps.items():
+        others = [f"{times[kind] / times['shared']:.1f}x over {kind}" for kind in times if kind != "shared"]
+        if "shared" in times and others:
+            said.append(f"{model}, {requests} over {document}: {', '.join(others)}")
+    return "; ".join(said) or None
+
+
+#: What the paper says, on which GPU, and the same quantity here.
+CLAIMS: list[tuple[str, str, Callable[[Load], str | None]]] = [
+    ("attention 1.9x faster on average and up to 3.6x than FlashDecoding", "A100", over_decode),
+    ("global-memory reads down 120.9x on average", "A100", memory_reads),
+    ("4.7x at 50K context (2.094 against 9.900 ms)", "H800", long_context),
+    ("parallel reduction (POR) under 10% of PAC", "A100", reduction),
+    ("planning 1.3% to 2.5% of attention time when a plan is reused, tens of ms for 64 requests", "A100", planning),
+    ("time per output token 3.8x better than vLLM 0.6.6, Qwen3-4B", "A100", token_latency),
+]

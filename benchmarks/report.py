@@ -1,0 +1,133 @@
+"""Write the tables of README.md and docs/evaluation.md anew, from the result files alone.
+
+    python -m benchmarks.report
+    python -m benchmarks.report --draw
+
+A page says where a table goes by the lines `<!-- report: NAME -->` and `<!-- end of report -->`; what stands between
+them is replaced. A table whose result file is not there says so, with the command that makes it. `--draw` also draws
+the result files as SVG beside them, which needs matplotlib; pages show the drawings that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import tables
+from benchmarks.claims import claims_table
+from benchmarks.sweeps import FIGURES
+from benchmarks.workloads import PAPER, PROBE
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+PAGES = [ROOT / "README.md", ROOT / "docs/evaluation.md"]
+_REGION = re.compile(r"(<!-- report: (\S+) -->\n)((?:(?!<!-- report: ).)*?)(<!-- end of report -->)", re.DOTALL)
+
+
+class Source(NamedTuple):
+    """Result files by their names without suffix, the command that makes the first, their table and their drawing."""
+
+    stems: tuple[str, ...]
+    command: str
+    table: Callable[[list[dict]], str]
+    drawing: str | None = None
+
+
+def _named(names: set[str], table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
+    """Return the table of the rows of these names."""
+    return lambda rows: table([row for row in rows if row["name"] in names])
+
+
+def _figure(name: str) -> Source:
+    """Return the source of a figure of benchmarks.figure."""
+    table = tables.with_heads if name in ("variants", "models") else tables.figure
+    file = " --file FILE" * FIGURES[name].takes_file
+    return Source((f"{name}_h200",), f"benchmarks.figure {name}{file} --peers", table, f"{name}_h200")
+
+
+PROBES, SWEEPS = {each.name for each in PROBE}, {each.name for each in PAPER}
+GROUPS = tuple(f"crossover_group{group}_h200" for group in (4, 1, 8))
+TIMED = ("attention_h200",), "benchmarks.attention --peers"
+
+SOURCES = {
+    "probes": Source(*TIMED, _named(PROBES, tables.times)),
+    "paper": Source(*TIMED, _named(SWEEPS, tables.figure), "attention_h200"),
+    **{name: _figure(name) for name in FIGURES},
+    "traffic": Source(("traffic_h200", "traffic_shapes_h200"), "benchmarks.traffic", tables.traffic),
+    "traffic_peers": Source(("traffic_peers_h200",), "benchmarks.traffic --peers", tables.traffic),
+    "crossover": Source(GROUPS, "benchmarks.crossover --peers --group 4", tables.crossover, "crossover_h200"),
+    "decoding": Source(("decoding_h200",), "benchmarks.decoding", tables.decoding),
+    "planning": Source(("planning_h200",), "benchmarks.planning", tables.planning),
+    "ablation": Source(("ablation_h200",), "benchmarks.ablation", tables.listing),
+}
+
+
+def main() -> None:
+    """Rewrite the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="draw the result files too")
+    if parser.parse_args().draw:
+        draw(RESULTS)
+    for page in PAGES:
+        page.write_text(render(page.read_text(), page.parent, RESULTS))
+
+
+def draw(results: Path) -> None:
+    """Draw every result file that is there and has a drawing."""
+    from benchmarks import crossover, plot
+
+    for name, source in SOURCES.items():
+        rows = load(source.stems, results)
+        if rows and source.drawing:
+            out = results / f"{source.drawing}.svg"
+            crossover.draw(rows, out) if name == "crossover" else plot.draw(rows, out, FIGURES.get(name))
+
+
+def load(stems: tuple[str, ...], results: Path) -> list[dict]:
+    """Return the rows of the result files that are there, in order."""
+    files = [results / f"{stem}.json" for stem in stems]
+    return [row for file in files if file.exists() for row in json.loads(file.read_text())["rows"]]
+
+
+def render(text: str, folder: Path, results: Path) -> str:
+    """Return a page with every region made anew; links are relative to the folder of the page.
+
+    Raises ValueError for a region that nothing makes, or that has no end.
+    """
+    if text.count("<!-- report: ") != len(_REGION.findall(text)):
+        raise ValueError("text: expected '<!-- end of report -->' after every '<!-- report: NAME -->'")
+    return _REGION.sub(lambda match: f"{match[1]}\n{region(match[2], folder, results)}\n\n{match[4]}", text)
+
+
+def region(name: str, folder: Path, results: Path) -> str:
+    """Return what stands in a region. Raises ValueError for a name that nothing makes."""
+    if name == "claims":
+        return claims_table(partial(load, results=results))
+    if name not in SOURCES:
+        raise ValueError(f"report: expected a region of {', '.join(['claims', *SOURCES])}, got {name}")
+    source = SOURCES[name]
+    rows = load(source.stems, results)
+    if not rows:
+        return f"Not measured yet: `python -m {source.command} --json benchmarks/results/{source.stems[0]}.json`"
+    parts = [source.table(rows)]
+    drawing = results / f"{source.drawing}.svg"
+    if drawing.exists():
+        parts.append(f"![{name}]({link(drawing, folder)})")
+    files = [results / f"{stem}.json" for stem in source.stems]
+    links = [f"[{file.name}]({link(file, folder)})" for file in files if file.exists()]
+    return "\n\n".join([*parts, f"From {', '.join(links)}: {tables.measured_on(rows)}."])
+
+
+def link(file: Path, folder: Path) -> str:
+    """Return the path of a file as a page in a folder refers to it."""
+    return Path(os.path.relpath(file, folder)).as_posix()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Rows of a result file as Markdown: tables, what they come to, and what they were measured on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from benchmarks.crossover import MOST_BEHIND, gain
+
+#: Field of a time, and the column's head.
+TIMES = {
+    "kernel_us": "codec_jax",
+    "roofline_us": "roofline",
+    "cudnn_us": "cuDNN",
+    "flashinfer_decode_us": "FlashInfer decode",
+    "flashinfer_cascade_us": "FlashInfer cascade",
+}
+PEERS = {field: name for field, name in TIMES.items() if field not in ("kernel_us", "roofline_us")}
+_VERSIONS = {"jax": "JAX", "flashinfer-python": "FlashInfer"}
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Lay out a table."""
+    rule = f"|{'---|' * len(head)}"
+    return "\n".join([_line(head), rule, *map(_line, lines)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    """Lay out a line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """Show a number, or a dash where there is none."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def times(rows: list[dict]) -> str:
+    """Show kernel times in microseconds; below the table, what a peer could not run, and why."""
+    shown = {field: name for field, name in TIMES.items() if any(field in row for row in rows)}
+    head = ["forest", *shown.values()]
+    return "\n\n".join(
+        [markdown(head, [[row["name"], *(number(row.get(field)) for field in shown)] for row in rows]), *failures(rows)]
+    )
+
+
+def failures(rows: list[dict]) -> list[str]:
+    """Say, a line for each peer, which rows it could not run, and why."""
+    said = []
+    for field, name in PEERS.items():
+        reasons = [f"{row['name']} ({row[f'{field[:-3]}_error']})" for row in rows if row.get(f"{field[:-3]}_error")]
+        if reasons:
+            said.append(f"No time of {name}: {'; '.join(reasons)}.")
+    return said
+
+
+def over_peers(rows: list[dict]) -> str:
+    """Say in geometric means how much faster we are than each peer, and how far over the roofline."""
+    measured = [row for row in rows if row.get("kernel_us")]
+    ratios = [row["kernel_us"] / row["roofline_us"] for row in measured]
+    parts = [f"{statistics.geometric_mean(ratios):.2f}x the roofline"]
+    for field, name in PEERS.items():
+        gains = speedups(measured, field)
+        if gains:
+            parts.append(
+                f"{statistics.geometric_mean(gains):.2f}x faster than {name} ({min(gains):.2f}x to {max(gains):.2f}x)"
+            )
+    return f"Geometric means over {len(measured)} forests: {', '.join(parts)}."
+
+
+def speedups(rows: list[dict], field: str) -> list[float]:
+    """Return another time over ours, for every row that has both."""
+    return [row[field] / row["kernel_us"] for row in rows if row.get(field) and row.get("kernel_us")]
+
+
+def figure(rows: list[dict]) -> str:
+    """Show a figure's times and what they come to."""
+    return f"{times(rows)}\n\n{over_peers(rows)}"
+
+
+def with_heads(rows: list[dict]) -> str:
+    """Show a figure's times with the heads of each row."""
+    return figure([row | {"name": f"{row['name']} ({row['heads']})"} for row in rows])
+
+
+def traffic(rows: list[dict]) -> str:
+    """Show what each call read from device memory and sent from L2 to SMs, over the unique KV bytes."""
+    callers = {"": "codec_jax", "flashinfer_decode_": "FlashInfer decode", "flashinfer_cascade_": "FlashInfer cascade"}
+    fields = {"dram_read_bytes": "DRAM", "l2_to_sm_bytes": "L2 to SM"}
+    columns = {
+        f"{prefix}{field}": f"{name}, {what}"
+        for prefix, name in callers.items()
+        for field, what in fields.items()
+        if any(f"{prefix}dram_read_bytes" in row for row in rows)
+    }
+    lines = [
+        [
+            row["name"],
+            f"{row['unique_bytes'] / 1e6:.0f}",
+            number(row["unshared_bytes"] / row["unique_bytes"], 2),
+            *(number(row[field] / row["unique_bytes"] if row.get(field) else None, 3) for field in columns),
+        ]
+        for row in rows
+    ]
+    return markdown(["forest", "unique KV, MB", "without sharing", *columns.values()], lines)
+
+
+def crossover(rows: list[dict]) -> str:
+    """Show plain decode's time over ours: a table for each group and length of own tokens, batch by prefix."""
+    maps: dict[str, dict[tuple[int, int], float | None]] = {}
+    for row in rows:
+        maps.setdefault(row["series"], {})[row["x"], row["requests"]] = gain(row)
+    tables = []
+    for series, cells in maps.items():
+        prefixes, batches = (sorted({cell[i] for cell in cells}) for i in (0, 1))
+        lines = [[str(batch), *(number(cells.get((prefix, batch)), 2) for prefix in prefixes)] for batch in batches]
+        tables.append(f"{series}:\n\n{markdown(['requests', *(f'{prefix} shared' for prefix in prefixes)], lines)}")
+    gains = [value for cells in maps.values() for value in cells.values() if value]
+    behind = sum(value * MOST_BEHIND < 1 for value in gains)
+    tables.append(
+        f"{behind} of {len(gains)} cells are more than 3% behind plain decode; the least is {min(gains):.2f}x."
+    )
+    return "\n\n".join(tables)
+
+
+def decoding(rows: list[dict]) -> str:
+    """Show the time of a decode step in milliseconds: a line for each case, a column for each way of attention."""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    cases: dict[tuple[str, int, int], dict[str, dict]] = {}
+    for row in rows:
+        cases.setdefault((row["model"], row["requests"], row["document_tokens"]), {})[row["variant"]] = row
+    lines = [
+        [
+            f"{model}, {requests} requests over {document} tokens",
+            *(number(milliseconds(of_case.get(variant, {}).get("wall_us")), 3) for variant in variants),
+            number(milliseconds(next(iter(of_case.values())).get("floor_us")), 3),
+        ]
+        for (model, requests, document), of_case in cases.items()
+    ]
+    return markdown(["decode step, ms", *variants, "weights and unique KV read once"], lines)
+
+
+def milliseconds(us: float | None) -> float | None:
+    """Convert microseconds."""
+    return None if us is None else us / 1e3
+
+
+def planning(rows: list[dict]) -> str:
+    """Show the time of make_plan, in milliseconds on the CPU."""
+    lines = [
+        [row["name"], str(row["requests"]), str(row["nodes"]), number(milliseconds(row["plan_us"]), 2)] for row in rows
+    ]
+    return markdown(["forest", "requests", "nodes", "make_plan, ms"], lines)
+
+
+def listing(rows: list[dict]) -> str:
+    """Show rows that have a name and a time of all kernels, and their variant if they have one."""
+    named = any("variant" in row for row in rows)
+    lines = [[row["name"], *[str(row.get("variant", ""))] * named, number(row.get("kernel_us"))] for row in rows]
+    return markdown(["forest", *["variant"] * named, "μs"], lines)
+
+
+def measured_on(rows: list[dict]) -> str:
+    """Say on what, with which versions and when rows were measured."""
+    said = [row["device"] for row in rows]
+    said += [
+        f"{name} {row['versions'][package]}"
+        for package, name in _VERSIONS.items()
+        for row in rows
+        if package in row["versions"]
+    ]
+    return ", ".join(dict.fromkeys([*said, *sorted(row["date"] for row in rows)]))
