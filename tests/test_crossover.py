@@ -138,3 +138,22 @@ def test_a_map_shows_every_cell_that_was_measured(tmp_path):
     assert (tmp_path / "two.svg").read_text().count(">3.21<") == len(rows) - 1
     with pytest.raises(ValueError, match="at least one cell"):
         crossover.draw([row | {"kernel_us": None} for row in rows], tmp_path / "none.svg")
+
+
+def test_a_cell_has_ours_and_plain_decode_or_the_reasons(monkeypatch):
+    monkeypatch.setattr(attention, "kernel_runs", lambda call, repeats: [[("a kernel", 0.004)]] * repeats)
+    monkeypatch.setattr(attention, "wall_time", lambda call: 5.0)
+
+    def failing(*_: object) -> dict:
+        raise RuntimeError("no cuDNN")
+
+    monkeypatch.setattr(crossover, "measure_cudnn", failing)
+    row = crossover.measure(Case(shared_root(40, 3, 10), SMALL, "s", 40), 2, None)
+    assert row["kernel_us"] == pytest.approx(4.0)
+    assert row["implementation"] is None
+    assert (row["unique_tokens"], row["requests"]) == (70, 3)
+    assert row["unshared_us"] is row["cudnn_us"] is None
+    # The kernels serve no heads of 16.
+    assert "'mosaic' cannot serve" in row["unshared_error"]
+    assert row["cudnn_error"] == "RuntimeError: no cuDNN"
+    assert "error" not in row

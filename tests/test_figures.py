@@ -10,11 +10,11 @@ from forests import ancestry, prefixes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import figure, plot, sweeps
+from benchmarks import attention, figure, plot, sweeps
 from benchmarks.inputs import Case, Layout
 from benchmarks.sweeps import FIGURES, ends_of_charts
 from benchmarks.traces import BLOCK_TOKENS, Arrival, arrivals, prompts_tree, read_trace, recorded_trees
-from benchmarks.workloads import PAPER, Workload
+from benchmarks.workloads import PAPER, Workload, shared_root
 from codec_jax import Forest
 
 ON_AN_AXIS = {name: each for name, each in FIGURES.items() if not each.takes_file and each.axis}
@@ -222,6 +222,7 @@ def test_a_trace_shorter_than_a_batch_is_refused(tmp_path):
 def test_the_command_says_what_it_lacks(tmp_path, monkeypatch, capsys, arguments, error):
     out = tmp_path / "out.json"
     monkeypatch.setattr("sys.argv", ["figure", *arguments, "--json", str(out)])
+    monkeypatch.setattr(attention.jax, "default_backend", lambda: "cpu")
     with pytest.raises(SystemExit):
         figure.main()
     assert error in capsys.readouterr().err
@@ -265,3 +266,52 @@ def test_models_have_the_heads_of_their_names():
     layouts = {re.split(":", case.workload.name)[0]: case.layout for case in sweeps.models()}
     assert layouts["Qwen3 14B"] == Layout(40, 8, 128)
     assert layouts["Qwen3 32B, Llama 3 70B"] == Layout(64, 8, 128)
+
+
+@pytest.fixture
+def small_figure(monkeypatch) -> list[Case]:
+    """A figure of two small cases, on a clock that gives every call the same two kernels."""
+    layout = Layout(num_q_heads=4, num_kv_heads=2, head_dim=16, page_size=8)
+    cases = [Case(shared_root(40, requests, 9), layout, "small", requests) for requests in (1, 3)]
+    monkeypatch.setitem(FIGURES, "batch", FIGURES["batch"]._replace(cases=lambda: cases))
+    monkeypatch.setattr(figure, "require_gpu", lambda parser: None)
+    monkeypatch.setattr(attention, "kernel_runs", lambda call, repeats: [[("pac", 0.003), ("por", 0.001)]] * repeats)
+    monkeypatch.setattr(attention, "wall_time", lambda call: 5.0)
+    monkeypatch.setattr(attention, "measure_cudnn", failing)
+    return cases
+
+
+def failing(*_: object) -> dict:
+    raise RuntimeError("no cuDNN")
+
+
+def test_the_command_measures_writes_and_draws_a_figure(tmp_path, monkeypatch, capsys, small_figure):
+    out, drawing = tmp_path / "batch.json", tmp_path / "batch.svg"
+    command = ["figure", "batch", "--implementation", "xla", "--json", str(out), "--plot", str(drawing)]
+    monkeypatch.setattr("sys.argv", command)
+    figure.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["name"], row["series"], row["x"]) for row in rows] == [
+        ("40 shared, 1 x 9", "small", 1),
+        ("40 shared, 3 x 9", "small", 3),
+    ]
+    for row in rows:
+        assert (row["kernel_us"], row["por_us"], row["launches"]) == (pytest.approx(4.0), pytest.approx(1.0), 2)
+        assert row["relative_error"] < 5e-3
+        assert row["cudnn_us"] is None
+        assert row["cudnn_error"] == "RuntimeError: no cuDNN"
+    assert rows[1]["unique_bytes"] == (40 + 3 * 9) * 2 * 2 * 2 * 16
+    assert "small" in drawing.read_text()
+    assert "2 of 2 workloads measured" in capsys.readouterr().out
+    assert not (tmp_path / "batch.part").exists()
+
+
+def test_a_figure_that_is_not_whole_is_not_published(tmp_path, monkeypatch, small_figure):
+    out = tmp_path / "batch.json"
+    out.write_text("the last result")
+    monkeypatch.setattr("sys.argv", ["figure", "batch", "--implementation", "mosaic", "--json", str(out)])
+    with pytest.raises(SystemExit, match="failed: 40 shared, 1 x 9; 40 shared, 3 x 9"):
+        figure.main()
+    assert out.read_text() == "the last result"
+    rows = json.loads((tmp_path / "batch.part").read_text())["rows"]
+    assert all("'mosaic' cannot serve" in row["error"] for row in rows)
