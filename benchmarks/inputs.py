@@ -83,8 +83,9 @@ def attention_call(inputs: Inputs, layout: Layout, implementation: str | None) -
 
 
 def padded_slots(forest: Forest) -> np.ndarray:
-    """Return every request's token slots, padded with 0 to the longest context: int32 [B, S]."""
-    slots = np.zeros((forest.request_capacity, int(forest.request_length.max())), np.int32)
+    """Return every request's token slots, padded with 0 to the longest context in whole tiles of 64: int32 [B, S]."""
+    longest = -(-int(forest.request_length.max()) // 64) * 64
+    slots = np.zeros((forest.request_capacity, longest), np.int32)
     for request in range(len(slots)):
         own = forest.context_slots(request)
         slots[request, : len(own)] = own
