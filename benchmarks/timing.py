@@ -21,8 +21,26 @@ def read(values: jax.Array) -> jax.Array:
     return values.max()
 
 
-class Flushed(jax.stages.Wrapped):
-    """A call after a flush of the L2 cache: two programs, which the profiler must not compile into one.
+class Opaque(jax.stages.Wrapped):
+    """A call that the profiler must not compile: it may be several programs, or donate its inputs."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        """Wrap the call."""
+        self.call = call
+
+    def __call__(self) -> object:
+        """Call."""
+        return self.call()
+
+    def trace(self) -> None:
+        """Refuse: there is no single program to trace."""
+        raise NotImplementedError("expected one program, a call may be several")
+
+    lower = trace
+
+
+class Flushed(Opaque):
+    """A call after a flush of the L2 cache.
 
     The flush reads, since an array written instead would leave the cache full of lines that are yet to be written to
     memory, and the measured kernels would pay for that. Reading is also what a decoder does before attention: most of
@@ -31,19 +49,13 @@ class Flushed(jax.stages.Wrapped):
 
     def __init__(self, call: Callable[[], object]) -> None:
         """Take the memory that every flush reads."""
-        self.call = call
+        super().__init__(call)
         self.junk = jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)
 
     def __call__(self) -> object:
         """Flush, then call; the flush is waited for, since a call may use a stream of its own."""
         jax.block_until_ready(read(self.junk))
-        return self.call()
-
-    def trace(self) -> None:
-        """Refuse: there is no single program to trace."""
-        raise NotImplementedError("a flush and a call are two programs")
-
-    lower = trace
+        return super().__call__()
 
 
 @functools.cache
@@ -85,6 +97,17 @@ def kernel_time(call: Callable[[], object], repeats: int) -> tuple[float, int]:
     """
     own = kernel_runs(call, repeats)
     return 1e3 * statistics.median(sum(ms for _, ms in run) for run in own), len(own[0])
+
+
+def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """Return name and microseconds of every kernel of a call, which is made twice; nothing is flushed.
+
+    Raises RuntimeError where CUPTI does not report kernels.
+    """
+    _, kernels = profiler.measure(Opaque(call), aggregate=False)()
+    if not kernels:
+        raise RuntimeError("CUPTI: expected the kernels of a call, got none; run without another profiler")
+    return [(name, 1e3 * ms) for name, ms in kernels]
 
 
 def wall_time(call: Callable[[], jax.Array], calls: int = 50) -> float:

@@ -1,0 +1,216 @@
+"""The step that benchmarks.decoding times: the sampler's jitted loop over a document and its questions, in three ways.
+
+    shared     the forest: the document is read once for all requests
+    unshared   the same pages and kernels, but every request reads its own path, as FlashDecoding does
+    cudnn      a contiguous copy of each request's K and V, attended by cuDNN
+
+Weights and pages are random: time does not depend on them, and prefill is not what is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from benchmarks.inputs import padded_slots
+from codec_jax import Forest, KVPages, PagePool, Plan, make_plan
+from codec_jax.nnx import Decoder, DecoderConfig
+from codec_jax.nnx.steps import decode_loop
+
+#: Tokens of a call: what `Sampler` generates by default between two plans.
+STEPS = 16
+PAGE_SIZE = 16
+
+#: Scores of random keys are nearly equal, so attention averages values away. Large values keep it worth checking.
+_VALUE_DEVIATION = 64.0
+
+#: The contiguous copies end at a multiple of this many tokens.
+_CONTIGUOUS_TOKENS = 128
+
+#: What the logits, the copy of a layer and XLA's own buffers may take.
+_LEFT_FREE_BYTES = 5e9
+
+
+class Case(NamedTuple):
+    """Requests that continue one document, each with tokens of its own already."""
+
+    document: int
+    requests: int
+    own: int = 128
+
+    @property
+    def name(self) -> str:
+        """Say what is shared by whom."""
+        return f"{self.requests} over {self.document}"
+
+    def forest(self) -> tuple[Forest, int]:
+        """Return the forest with room for the tokens of a call, and the pages that a pool needs for it."""
+        forest = Forest.from_nodes(
+            [-1] + [0] * self.requests,
+            [self.document] + [self.own] * self.requests,
+            np.arange(1, self.requests + 1),
+            page_size=PAGE_SIZE,
+            node_capacity=8 * self.requests,  # as in `Sampler`
+        )
+        num_pages = len(forest.used_pages) + self.requests * -(-STEPS // PAGE_SIZE)
+        return forest.reserve(PagePool.create(num_pages, forest.used_pages), STEPS)[0], num_pages
+
+    def contiguous(self) -> Forest:
+        """Return a forest of which every request owns a run of consecutive pages with its whole context."""
+        context = self.document + self.own
+        pages = -(-(context + STEPS) // _CONTIGUOUS_TOKENS) * _CONTIGUOUS_TOKENS // PAGE_SIZE
+        each = np.arange(self.requests)
+        return Forest.build(
+            np.full_like(each, -1),
+            np.full_like(each, context),
+            each,
+            np.full_like(each, pages),
+            np.arange(self.requests * pages),
+            page_size=PAGE_SIZE,
+        )
+
+
+class Step:
+    """The compiled loop on one forest. Every call starts from the same lengths and generates the same tokens."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        forest: Forest,
+        plan: Plan | None,
+        cache: tuple[KVPages, ...],
+        attention: Callable[..., Array] | None = None,
+    ) -> None:
+        """Compile; `attention` takes the place of `forest_attention` in every layer. `cache` is used up."""
+        graph, weights = nnx.split(model)
+        batch, vocab = forest.request_capacity, model.config.vocab_size
+        logits = jax.random.normal(jax.random.key(1), (batch, vocab))
+        self._inputs = jax.device_put((weights, logits, forest, plan, np.arange(batch, dtype=np.int32)))
+        self._batch, self._vocab, self._cache = batch, vocab, cache
+        loop = jax.jit(
+            lambda weights, *rest: decode_loop(nnx.merge(graph, weights), STEPS, None, *rest), donate_argnums=(1,)
+        )
+        start = time.perf_counter()
+        if attention is None:
+            self._loop = loop.lower(*self._arguments()).compile()
+        else:
+            with patch("codec_jax.nnx.decoder.forest_attention", attention):
+                self._loop = loop.lower(*self._arguments()).compile()
+        self.compile_seconds = time.perf_counter() - start
+
+    def __call__(self, tokens: int = STEPS, temperature: float = 0.0, top_p: float = 1.0) -> Float[Array, "B V"]:
+        """Generate `tokens` tokens, STEPS at most, of every request; returns the logits after the last one."""
+        self._cache, logits, *_ = self._loop(*self._arguments(tokens, temperature, top_p))
+        return logits
+
+    def _arguments(self, tokens: int = STEPS, temperature: float = 0.0, top_p: float = 1.0) -> tuple:
+        weights, logits, forest, plan, stream = self._inputs
+        remaining = np.full(self._batch, tokens, np.int32)
+        sampling = np.float32(temperature), np.int32(self._vocab), np.float32(top_p), np.full(8, -1, np.int32)
+        return weights, self._cache, logits, forest, plan, stream, remaining, jax.random.key(0), *sampling
+
+
+def shared(model: Decoder, case: Case) -> Step:
+    """Decode over the forest."""
+    forest, num_pages = case.forest()
+    return Step(model, forest, plan_of(model.config, forest), random_cache(model.config, num_pages))
+
+
+def unshared(model: Decoder, case: Case) -> Step:
+    """Decode over the same pages, each request by itself."""
+    forest, num_pages = case.forest()
+    forest = forest.unshared()
+    return Step(model, forest, plan_of(model.config, forest), random_cache(model.config, num_pages))
+
+
+def contiguous(model: Decoder, case: Case, implementation: str = "cudnn") -> Step:
+    """Decode over contiguous copies of the same K and V, attended by `jax.nn.dot_product_attention`.
+
+    Raises ValueError if the copies do not fit the device's memory.
+    """
+    config = model.config
+    forest, num_pages = case.forest()
+    own = case.contiguous()
+    size, free = len(own.used_pages) * PAGE_SIZE * kv_token_bytes(config), free_bytes()
+    if size > free - _LEFT_FREE_BYTES:
+        raise ValueError(
+            f"expected contiguous KV that fits {free / 1e9:.0f} GB of free memory, got {size / 1e9:.0f} GB"
+        )
+    slots = padded_slots(forest)
+    slots = np.pad(slots, ((0, 0), (0, len(own.used_pages) * PAGE_SIZE // len(slots) - slots.shape[1])))
+    # One layer at a time, so that no more than one is there twice.
+    cache = tuple(
+        jax.block_until_ready(_gather(random_pages(config, num_pages, layer), slots))
+        for layer in range(config.num_layers)
+    )
+
+    def attention(
+        query: Array, key_pages: Array, value_pages: Array, forest: Forest, plan: None, **ignored: object
+    ) -> Array:
+        key, value = (x.reshape(len(query), -1, *x.shape[2:]) for x in (key_pages, value_pages))
+        return jax.nn.dot_product_attention(
+            query, key, value, key_value_seq_lengths=forest.request_length, implementation=implementation
+        )
+
+    return Step(model, own, None, cache, attention)
+
+
+#: Shared first: the others' logits are compared with its.
+VARIANTS: dict[str, Callable[[Decoder, Case], Step]] = {"shared": shared, "unshared": unshared, "cudnn": contiguous}
+
+
+def plan_of(config: DecoderConfig, forest: Forest) -> Plan:
+    """Plan a call."""
+    return make_plan(
+        forest,
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        steps=STEPS,
+    )
+
+
+def random_cache(config: DecoderConfig, num_pages: int) -> tuple[KVPages, ...]:
+    """Draw the pages of all layers; the same ones every time."""
+    return tuple(random_pages(config, num_pages, layer) for layer in range(config.num_layers))
+
+
+def random_pages(config: DecoderConfig, num_pages: int, layer: int) -> KVPages:
+    """Draw the pages of one layer."""
+    shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    key, value = (_draw(jax.random.key(2 * layer + i), shape, config.dtype) for i in range(2))
+    return KVPages(key, value * jnp.asarray(_VALUE_DEVIATION, config.dtype))
+
+
+_draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+
+
+@jax.jit
+def _gather(pages: KVPages, slots: Int[Array, "B S"]) -> KVPages:
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[slots].reshape(-1, *x.shape[1:]), pages)
+
+
+def free_bytes() -> float:
+    """Return the free memory of the default device, or infinity where it does not say."""
+    stats = jax.devices()[0].memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats else float("inf")
+
+
+def kv_token_bytes(config: DecoderConfig) -> int:
+    """Return the bytes of the K and V of one token, all layers."""
+    return 2 * jnp.dtype(config.dtype).itemsize * config.num_kv_heads * config.head_dim * config.num_layers
+
+
+def weight_bytes(model: Decoder) -> int:
+    """Return the bytes of weights that a step reads whole: all but an embedding table that is not the head too."""
+    _, weights = nnx.split(model)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    return total if model.config.tied_embeddings else total - model.embedding.embedding[...].nbytes
