@@ -24,11 +24,20 @@ def sample(
     of the probability. Returns the tokens and their log-probabilities under the model's own distribution, that is
     at temperature 1 and with nothing cut off.
     """
-    scaled = logits / jnp.maximum(temperature, 1e-6)
+
+    def greedy() -> Array:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw(truncated: bool) -> Array:
+        scaled = logits / jnp.maximum(temperature, 1e-6)
+        if truncated:
+            scaled = _truncate(scaled, top_k, top_p)
+        return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+
+    # Random numbers for a whole vocabulary, and sorting it, are work that a step should do only where it is asked for.
     truncate = (top_k < logits.shape[-1]) | (top_p < 1.0)
-    scaled = lax.cond(truncate, lambda x: _truncate(x, top_k, top_p), lambda x: x, scaled)
-    drawn = jax.vmap(jax.random.categorical)(keys, scaled)
-    token = jnp.where(temperature == 0.0, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    way = jnp.where(temperature == 0.0, 0, 1 + truncate.astype(jnp.int32))
+    token = lax.switch(way, [greedy, lambda: draw(False), lambda: draw(True)])
     return token, jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
 
 
