@@ -221,6 +221,21 @@ def test_a_request_is_sampled_the_same_whoever_is_decoded_beside_it(sampler: Sam
     assert all(other_seed.tokens[r] != together.tokens[r] for r in range(len(PROMPTS)))
 
 
+def test_tokens_at_temperature_0_are_the_same_in_every_batch(sampler: Sampler) -> None:
+    """A batch decides how the plan cuts contexts, and so in which order they are summed up."""
+    others = [LONG[20 * i : 20 * i + 40] for i in range(len(PROMPTS))]
+    batches = [[prompt] for prompt in PROMPTS]
+    batches += [PROMPTS, PROMPTS[::-1], PROMPTS[:2], PROMPTS[2:], [*others, *PROMPTS], [PROMPTS[3], *others[:2]]]
+    alone: dict[tuple, tuple] = {}
+    for batch in batches:
+        _, generated = sampler.decode(sampler.start(batch), 20, temperature=0.0)
+        for request, prompt in enumerate(batch):
+            tokens, logprobs = generated.tokens[request], generated.logprobs[request]
+            expected_tokens, expected_logprobs = alone.setdefault(tuple(prompt), (tokens, logprobs))
+            assert tokens == expected_tokens
+            np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0.0, atol=1e-4)
+
+
 def test_decoding_takes_no_more_pages_than_its_tokens_need(sampler: Sampler) -> None:
     """The questions have 5, 3, 9 and 9 tokens, so three more fit their pages, and a fourth takes one more page."""
     state, _ = sampler.decode(sampler.start(PROMPTS), 3)

@@ -1,0 +1,149 @@
+"""Decode the same prompts at temperature 0 in batches of different composition, and compare what comes out.
+
+    python -m benchmarks.invariance --json benchmarks/results/invariance.json
+
+A request reads the same K and V whoever is beside it, but the plan cuts them differently, so sums are rounded in
+another order. Rows say how many tokens agree before the first that differs, and how far logits and log-probabilities
+are apart up to there. Weights are random: their best tokens are closer to each other than those of a trained model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from tqdm import tqdm
+
+from benchmarks.inputs import Layout
+from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
+from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig, Sampler, random_decoder
+
+MODELS = {
+    "small": DecoderConfig(4096, 256, 512, num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64),
+    "qwen3-0.6b": PUBLISHED["qwen3-0.6b"],
+}
+
+#: Two documents, each long enough to be split, with four questions each.
+DOCUMENTS, QUESTIONS = (3300, 3500), (5, 12, 31, 64)
+TOKENS = 64
+
+#: Batches by the numbers of their prompts; all prompts are in one batch of every composition.
+COMPOSITIONS = {
+    "alone": [[prompt] for prompt in range(8)],
+    "those of its document": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "one of each document": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "all": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "all, in another order": [[6, 1, 3, 4, 0, 7, 5, 2]],
+}
+
+
+class Text(NamedTuple):
+    """What became of a prompt."""
+
+    first_logits: Float[np.ndarray, " V"]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def main() -> None:
+    """Decode, compare, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--implementations", nargs="+", choices=["mosaic", "xla"], default=["mosaic", "xla"])
+    arguments = parser.parse_args()
+    rows: list[dict] = []
+    for name, implementation in tqdm(list(product(arguments.models, arguments.implementations))):
+        config = MODELS[name]
+        common = {"model": name, "implementation": implementation} | conditions(
+            Layout(config.num_q_heads, config.num_kv_heads, config.head_dim)
+        )
+        prompts = make_prompts(config.vocab_size, DOCUMENTS, QUESTIONS)
+        compare = partial(compositions, random_decoder(config), prompts, TOKENS, implementation)
+        new = attempt(lambda compare=compare: {"rows": compare()}, "rows", "error")
+        for row in new["rows"] or [{"composition": None, "error": new["error"]}]:
+            rows.append(row | common)
+            tqdm.write(line(rows[-1]))
+        write_draft(rows, arguments.json)
+    if any("error" in row for row in rows):
+        sys.exit(f"failed; the rows are in {draft_of(arguments.json)}, {arguments.json} is as it was")
+    publish(arguments.json)
+
+
+def make_prompts(vocab_size: int, documents: tuple[int, ...], questions: tuple[int, ...]) -> list[list[int]]:
+    """Draw the documents and questions; the prompts of a document follow each other."""
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(0, vocab_size, size).tolist() for size in documents]
+    return [document + rng.integers(0, vocab_size, size).tolist() for document in drawn for size in questions]
+
+
+def compositions(model: Decoder, prompts: list[list[int]], tokens: int, implementation: str) -> list[dict]:
+    """Decode every composition, and each prompt in a sampler for one request; compare all with those alone."""
+    longest = max(map(len, prompts)) + tokens
+    make = partial(
+        Sampler,
+        model,
+        num_pages=len(prompts) * -(-longest // 16),
+        max_context=longest,
+        implementation=implementation,
+    )
+    sampler = make(max_requests=len(prompts))
+    texts = {name: decode(sampler, prompts, batches, tokens) for name, batches in COMPOSITIONS.items()}
+    texts["alone, room for one request"] = decode(make(max_requests=1), prompts, COMPOSITIONS["alone"], tokens)
+    reference = texts.pop("alone")
+    return [{"composition": name, "tokens": tokens} | differences(reference, text) for name, text in texts.items()]
+
+
+def decode(sampler: Sampler, prompts: list[list[int]], batches: list[list[int]], tokens: int) -> list[Text]:
+    """Complete the prompts in the given batches at temperature 0; returns what became of each prompt."""
+    texts: dict[int, Text] = {}
+    for batch in batches:
+        state = sampler.start([prompts[prompt] for prompt in batch])
+        logits = np.asarray(state.logits)
+        _, new = sampler.decode(state, tokens, temperature=0.0)
+        for request, prompt in enumerate(batch):
+            texts[prompt] = Text(logits[request], new.tokens[request], new.logprobs[request])
+    return [texts[prompt] for prompt in range(len(prompts))]
+
+
+def differences(reference: list[Text], texts: list[Text]) -> dict:
+    """Count the tokens of each prompt that agree, and find the largest differences up to there.
+
+    The difference of logits is that of the first token, relative by the norm over the vocabulary.
+    """
+    agree, logprobs, logits = [], [0.0], []
+    for one, other in zip(reference, texts, strict=True):
+        same = np.asarray(one.tokens) == np.asarray(other.tokens)
+        agree.append(len(same) if same.all() else int(np.argmin(same)))
+        apart = np.abs(np.subtract(one.logprobs, other.logprobs))[: agree[-1]]
+        logprobs.append(float(apart.max(initial=0.0)))
+        distance = np.linalg.norm(one.first_logits - other.first_logits)
+        logits.append(float(distance / np.linalg.norm(one.first_logits)))
+    return {
+        "tokens_before_the_first_difference": agree,
+        "logprob_difference": max(logprobs),
+        "logits_difference": max(logits),
+    }
+
+
+def line(row: dict) -> str:
+    """Show a row."""
+    name = f"{row['model']:<12} {row['implementation']:<8}"
+    if "error" in row:
+        return f"{name} {row['error']}"
+    agree = row["tokens_before_the_first_difference"]
+    return (
+        f"{name} {row['composition']:<28} all {row['tokens']} tokens agree for {agree.count(row['tokens'])} of "
+        f"{len(agree)} prompts, {min(agree)} at least; logits {row['logits_difference']:.2g} and log-probabilities "
+        f"{row['logprob_difference']:.2g} apart at most"
+    )
+
+
+if __name__ == "__main__":
+    main()
