@@ -110,6 +110,9 @@ class Sampler:
         OutOfPagesError if the pool does not hold them.
         """
         options.check_prompts(prompts, self.max_requests, self.max_context, self.config.vocab_size)
+        return self._start(prompts, streams, progress)
+
+    def _start(self, prompts: Sequence[Integers], streams: Integers | None, progress: bool) -> Decoding:
         numbers = options.check_streams(range(len(prompts)) if streams is None else streams, len(prompts))
         forest = Forest.from_sequences(prompts, page_size=self.page_size, request_capacity=self.max_requests)
         if len(forest.used_pages) > self.num_pages:
@@ -304,7 +307,7 @@ class Sampler:
         repeated = [prompt for prompt in prompts for _ in range(samples)]
         options.check_prompts(repeated, self.max_requests, self.max_context, self.config.vocab_size)
         options.check_room("max_new_tokens", max_new_tokens, max(map(len, prompts)), self.max_context)
-        state = self.start(repeated, streams=streams, progress=progress)
+        state = self._start(repeated, streams, progress)
         done = [Completion(r // samples, [], [], "length") for r in state.requests]
         left = max_new_tokens
         with tqdm(
