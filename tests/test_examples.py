@@ -1,6 +1,5 @@
 """The examples that answer questions: their answers against dense attention, their reports, and what they refuse."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -15,11 +14,10 @@ import jax
 import numpy as np
 import pytest
 import self_consistency
+from checkpoints import write_checkpoint
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from codec_jax.nnx import Decoding, open_checkpoint
 
@@ -36,46 +34,8 @@ def _implicit_promotion() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose sharp weights write texts that vary, of which some stop early; its tokens are w0, w1, ..."""
-    directory, rng = tmp_path_factory.mktemp("model"), np.random.default_rng(4)
-    layer = "model.layers.0."
-    shapes = {
-        "model.embed_tokens.weight": (VOCAB, 32),
-        "lm_head.weight": (VOCAB, 32),
-        "model.norm.weight": (32,),
-        layer + "input_layernorm.weight": (32,),
-        layer + "post_attention_layernorm.weight": (32,),
-        layer + "self_attn.q_proj.weight": (64, 32),
-        layer + "self_attn.k_proj.weight": (32, 32),
-        layer + "self_attn.v_proj.weight": (32, 32),
-        layer + "self_attn.o_proj.weight": (32, 64),
-        layer + "mlp.gate_proj.weight": (48, 32),
-        layer + "mlp.up_proj.weight": (48, 32),
-        layer + "mlp.down_proj.weight": (32, 48),
-    }
-    config = {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": False,
-        "eos_token_id": STOP,
-    }
-    weights = {
-        name: (np.ones(shape) if len(shape) == 1 else 2 * rng.normal(size=shape) * shape[1] ** -0.5).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(f"w{STOP}", special=True)])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory, "llama", vocab_size=VOCAB, stop=STOP, max_context=CONTEXT, deviation=2.0, seed=4)
     return directory
 
 

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import write_checkpoint
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from codec_jax import Forest, PagePool, generate
 from codec_jax.nnx import PUBLISHED, Checkpoint, Decoder, DecoderConfig, Sampler, open_checkpoint, random_decoder
@@ -46,47 +45,8 @@ def _implicit_promotion():
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with one layer, whose texts vary and stop now and then."""
-    directory, rng = tmp_path_factory.mktemp("model"), np.random.default_rng(0)
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": True,
-        "eos_token_id": STOP,
-    }
-    layer = "model.layers.0."
-    shapes = {
-        "model.embed_tokens.weight": (VOCAB, 32),
-        "model.norm.weight": (32,),
-        layer + "input_layernorm.weight": (32,),
-        layer + "post_attention_layernorm.weight": (32,),
-        layer + "self_attn.q_proj.weight": (64, 32),
-        layer + "self_attn.k_proj.weight": (32, 32),
-        layer + "self_attn.v_proj.weight": (32, 32),
-        layer + "self_attn.o_proj.weight": (32, 64),
-        layer + "self_attn.q_norm.weight": (16,),
-        layer + "self_attn.k_norm.weight": (16,),
-        layer + "mlp.gate_proj.weight": (48, 32),
-        layer + "mlp.up_proj.weight": (48, 32),
-        layer + "mlp.down_proj.weight": (32, 48),
-    }
-    weights = {
-        name: (np.ones(shape) if len(shape) == 1 else rng.normal(size=shape) * shape[1] ** -0.5).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(f"w{STOP}", special=True)])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory, "qwen3", vocab_size=VOCAB, stop=STOP, max_context=CONTEXT, deviation=1.0, seed=0)
     return directory
 
 
