@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -110,6 +110,22 @@ class Tensors(NamedTuple):
 Run = Callable[[], "torch.Tensor"]
 
 
+def _plan(wrapper: Any, tensors: Tensors, table: PageTable, *pointers: Int[np.ndarray, " entries+1"]) -> None:
+    """Plan a wrapper of FlashInfer for the table's pages; `pointers` are those to rows, if it takes any, and pages."""
+    import torch
+
+    _, num_q_heads, head_dim = tensors.query.shape
+    wrapper.plan(
+        *map(torch.from_numpy, (*pointers, table.pages, table.last_page_tokens)),
+        num_q_heads,
+        tensors.pages[0].shape[2],
+        head_dim,
+        table.page_size,
+        q_data_type=tensors.query.dtype,
+        kv_data_type=tensors.query.dtype,
+    )
+
+
 def decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
     """Plan batch decode."""
     import flashinfer
@@ -118,15 +134,7 @@ def decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
     query, table = tensors.query, request_table(tensors.forest)
     pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(tensors.workspace, "NHD", use_tensor_cores=use_tensor_cores)
-    wrapper.plan(
-        *map(torch.from_numpy, (table.page_ptr, table.pages, table.last_page_tokens)),
-        query.shape[1],
-        pages[0].shape[2],
-        query.shape[2],
-        table.page_size,
-        q_data_type=query.dtype,
-        kv_data_type=query.dtype,
-    )
+    _plan(wrapper, tensors, table, table.page_ptr)
     out = torch.empty_like(query)
     return lambda: wrapper.run(query, pages, out=out, enable_pdl=False)
 
@@ -144,15 +152,7 @@ def cascade(tensors: Tensors, backend: str) -> Run:
     levels = []
     for table in level_tables(tensors.forest):
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(tensors.workspace, "NHD", backend=backend)
-        wrapper.plan(
-            *map(torch.from_numpy, (table.row_ptr, table.page_ptr, table.pages, table.last_page_tokens)),
-            query.shape[1],
-            pages[0].shape[2],
-            query.shape[2],
-            table.page_size,
-            q_data_type=query.dtype,
-            kv_data_type=query.dtype,
-        )
+        _plan(wrapper, tensors, table, table.row_ptr, table.page_ptr)
         partial = torch.empty_like(query), torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         levels.append((wrapper, partial))
 
