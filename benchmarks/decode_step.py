@@ -93,7 +93,8 @@ class Step:
         graph, weights = nnx.split(model)
         batch, vocab = forest.request_capacity, model.config.vocab_size
         logits = jax.random.normal(jax.random.key(1), (batch, vocab))
-        self._inputs = jax.device_put((weights, logits, forest, plan, np.arange(batch, dtype=np.int32)))
+        stream, key = np.arange(batch, dtype=np.int32), jax.random.key(0)
+        self._inputs = jax.device_put((weights, logits, forest, plan, stream, key))
         self._batch, self._vocab, self._cache = batch, vocab, cache
         loop = jax.jit(
             lambda weights, *rest: decode_loop(nnx.merge(graph, weights), STEPS, None, *rest), donate_argnums=(1,)
@@ -112,10 +113,10 @@ class Step:
         return logits
 
     def _arguments(self, tokens: int = STEPS, temperature: float = 0.0, top_p: float = 1.0) -> tuple:
-        weights, logits, forest, plan, stream = self._inputs
+        weights, logits, forest, plan, stream, key = self._inputs
         remaining = np.full(self._batch, tokens, np.int32)
         sampling = np.float32(temperature), np.int32(self._vocab), np.float32(top_p), np.full(8, -1, np.int32)
-        return weights, self._cache, logits, forest, plan, stream, remaining, jax.random.key(0), *sampling
+        return weights, self._cache, logits, forest, plan, stream, remaining, key, *sampling
 
 
 def shared(model: Decoder, case: Case) -> Step:
