@@ -5,6 +5,8 @@ The kernels are imported where they are used, since a JAX that was built without
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -47,10 +49,18 @@ def attend(
 
     All are NaN where the plan does not hold; the output is 0 for free request slots.
     """
-    from pallas_kernels import pac_mosaic, por_mosaic
-
     config = config_of(plan.head_dim, plan.pages.shape[1] * plan.slot_tokens)
     assert config is not None
+    return _attend(query, key_pages, value_pages, forest, plan, scale=scale, stages=config.stages)
+
+
+# Lowering the kernels takes seconds, and a step calls them in every layer. A jitted function is lowered once for all.
+@partial(jax.jit, static_argnames=("scale", "stages"))
+def _attend(
+    query: Array, key_pages: Array, value_pages: Array, forest: Forest, plan: Plan, *, scale: float, stages: int
+) -> tuple[Array, Array, Array]:
+    from pallas_kernels import pac_mosaic, por_mosaic
+
     packing = Packing.of(plan.group, TILE_ROWS)
     causal = None
     if plan.query_tokens > 1:
@@ -68,7 +78,7 @@ def attend(
         causal=causal,
         packing=packing,
         num_partials=plan.num_partials,
-        stages=config.stages,
+        stages=stages,
         scale=scale,
     )
     out, row_max, row_sum = por_mosaic.por(

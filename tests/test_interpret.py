@@ -3,6 +3,7 @@
 Copies, rings, barriers, masks and segments are those of the GPU; `pallas_kernels.interpret` says what is not.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,13 +28,16 @@ RACE = "RACE DETECTED"
 
 
 @pytest.fixture(autouse=True)
-def _interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels serve on this machine, and pairs of tiles share even the little that small forests have."""
     monkeypatch.setattr(pac_mosaic, "pac", partial(pac_mosaic.pac, interpret=PARAMS))
     monkeypatch.setattr(por_mosaic, "por", partial(por_mosaic.por, interpret=PARAMS))
     monkeypatch.setattr(mosaic, "why_not", lambda *_: None)
     monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", 24)
-    attend.clear_cache()
+    for jitted in (attend, mosaic._attend):
+        jitted.clear_cache()
+    yield
+    mosaic._attend.clear_cache()
 
 
 class Case(NamedTuple):

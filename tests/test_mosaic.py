@@ -106,6 +106,21 @@ def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(call: C
     assert tokens > 1 or "stablehlo.gather" not in text
 
 
+def test_calls_of_a_step_that_differ_only_in_their_arrays_are_lowered_once() -> None:
+    heads, forest = Heads(8, 2, 128), Forest.from_nodes([-1, 0], [200, 40], [1])
+    plan = plan_of(forest, heads, block_tokens=128)
+    query = jax.ShapeDtypeStruct((1, 1, heads.q, heads.dim), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((64, plan.slot_tokens, heads.kv, heads.dim), jnp.bfloat16)
+
+    def layers(query: jax.Array, *arguments: Any) -> jax.Array:
+        for _ in range(3):
+            query = mosaic.attend(query, *arguments, scale=0.1)[0]
+        return query
+
+    lowered = jax.jit(layers).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
 # --- On any machine: what is refused ----------------------------------------------------------------------------
 
 
