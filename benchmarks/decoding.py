@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections import defaultdict
 from functools import partial
@@ -38,7 +39,7 @@ ATTENTION_KERNELS = ("mosaic_gpu", "cudnn", "sdpa")
 #: Rounding to bfloat16 in another order costs a few hundredths over all layers; a wrong context costs about 1.
 MOST_DIFFERENCE = 0.2
 
-TIMED_SECONDS, MOST_CALLS = 2.0, 20
+ROUNDS, ROUND_SECONDS, MOST_CALLS = 3, 1.0, 20
 LISTED_KERNELS = 16
 
 
@@ -135,14 +136,15 @@ def difference(logits: Float[np.ndarray, "B V"], reference: Float[np.ndarray, "B
 
 
 def wall(step: Step, temperature: float = 0.0, top_p: float = 1.0) -> float:
-    """Return the time of a token by the host's clock, when calls of several tokens are queued one after another."""
+    """Return the time of a token by the host's clock: the median round of calls that are queued one after another."""
 
     def call() -> Array:
         return step(temperature=temperature, top_p=top_p)
 
     once = wall_time(call, 1)
-    calls = min(MOST_CALLS, int(TIMED_SECONDS * 1e6 / once))
-    return (wall_time(call, calls) if calls > 1 else once) / STEPS
+    calls = min(MOST_CALLS, int(ROUND_SECONDS * 1e6 / once))
+    rounds = [wall_time(call, calls) for _ in range(ROUNDS)] if calls > 1 else [once]
+    return statistics.median(rounds) / STEPS
 
 
 def kernel_fields(step: Step) -> dict:
