@@ -39,7 +39,7 @@ _CONTIGUOUS_TOKENS = 128
 _LEFT_FREE_BYTES = 5e9
 
 
-class Case(NamedTuple):
+class SharedDocument(NamedTuple):
     """Requests that continue one document, each with tokens of its own already."""
 
     document: int
@@ -119,20 +119,20 @@ class Step:
         return weights, self._cache, logits, forest, plan, stream, remaining, key, *sampling
 
 
-def shared(model: Decoder, case: Case) -> Step:
+def shared(model: Decoder, case: SharedDocument) -> Step:
     """Decode over the forest."""
     forest, num_pages = case.forest()
     return Step(model, forest, plan_of(model.config, forest), random_cache(model.config, num_pages))
 
 
-def unshared(model: Decoder, case: Case) -> Step:
+def unshared(model: Decoder, case: SharedDocument) -> Step:
     """Decode over the same pages, each request by itself."""
     forest, num_pages = case.forest()
     forest = forest.unshared()
     return Step(model, forest, plan_of(model.config, forest), random_cache(model.config, num_pages))
 
 
-def contiguous(model: Decoder, case: Case, implementation: str = "cudnn") -> Step:
+def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudnn") -> Step:
     """Decode over contiguous copies of the same K and V, attended by `jax.nn.dot_product_attention`.
 
     Raises ValueError if the copies do not fit the device's memory.
@@ -165,7 +165,11 @@ def contiguous(model: Decoder, case: Case, implementation: str = "cudnn") -> Ste
 
 
 #: Shared first: the others' logits are compared with its.
-VARIANTS: dict[str, Callable[[Decoder, Case], Step]] = {"shared": shared, "unshared": unshared, "cudnn": contiguous}
+VARIANTS: dict[str, Callable[[Decoder, SharedDocument], Step]] = {
+    "shared": shared,
+    "unshared": unshared,
+    "cudnn": contiguous,
+}
 
 
 def plan_of(config: DecoderConfig, forest: Forest) -> Plan:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from benchmarks.attention import FLOPS_PER_US, READ_BYTES_PER_US
-from benchmarks.decode_step import PAGE_SIZE, STEPS, VARIANTS, Case, Step, kv_token_bytes, weight_bytes
+from benchmarks.decode_step import PAGE_SIZE, STEPS, VARIANTS, SharedDocument, Step, kv_token_bytes, weight_bytes
 from benchmarks.inputs import Layout
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
 from benchmarks.timing import kernels_of, wall_time
@@ -55,7 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
-    cases = [Case(*each) for each in product(arguments.documents, arguments.requests)]
+    cases = [SharedDocument(*each) for each in product(arguments.documents, arguments.requests)]
     config = PUBLISHED[arguments.model]
     common = {"model": arguments.model} | conditions(
         Layout(config.num_q_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE)
@@ -71,10 +71,10 @@ def main() -> None:
     publish(arguments.json)
 
 
-def collect(model: Decoder, cases: list[Case], variants: list[str], path: Path, common: dict) -> list[dict]:
+def collect(model: Decoder, cases: list[SharedDocument], variants: list[str], path: Path, common: dict) -> list[dict]:
     """Measure every variant of every case, keeping the draft of `path` up to date; one that fails does not end it."""
     rows: list[dict] = []
-    references: dict[Case, np.ndarray] = {}
+    references: dict[SharedDocument, np.ndarray] = {}
     for case, variant in tqdm(list(product(cases, variants))):
         row = {"name": f"{case.name}, {variant}", "variant": variant} | floors(model, case)
         row |= attempt(partial(measure, model, case, variant, references), "wall_us", "error")
@@ -84,7 +84,7 @@ def collect(model: Decoder, cases: list[Case], variants: list[str], path: Path, 
     return rows
 
 
-def floors(model: Decoder, case: Case) -> dict:
+def floors(model: Decoder, case: SharedDocument) -> dict:
     """Count the bytes of a step, and what reading them once takes at least, in microseconds.
 
     `roofline_us` counts products too: weights are read while they multiply the rows of all requests, and a layer's
@@ -111,7 +111,9 @@ def floors(model: Decoder, case: Case) -> dict:
     }
 
 
-def measure(model: Decoder, case: Case, variant: str, references: dict[Case, Float[np.ndarray, "B V"]]) -> dict:
+def measure(
+    model: Decoder, case: SharedDocument, variant: str, references: dict[SharedDocument, Float[np.ndarray, "B V"]]
+) -> dict:
     """Check and time one variant, in microseconds for each token of every request."""
     step = VARIANTS[variant](model, case)
     first = np.asarray(step(tokens=1))

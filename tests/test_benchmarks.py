@@ -1,23 +1,18 @@
 """Benchmarks as far as they show without a GPU: workloads, counts, clocks, the reference, tables, rows and plots."""
 
 import json
-import os
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Tree, ancestry, contexts, trees
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from forests import ancestry
 
-from benchmarks import attention, counters, peers, plot, timing, tune
+from benchmarks import attention, counters, plot, timing
 from benchmarks.inputs import MOST_RELATIVE_ERROR, Case, Layout, attention_call, check, make_inputs, reference
-from benchmarks.peers import PEERS, PageTable, Peers, level_tables, request_table
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload, degenerate, flat, k_ary, shared_root
-from codec_jax import Forest, make_plan
-from pallas_kernels.config import LARGE_TOKENS, Config, config_for, config_of
+from codec_jax import Forest
 
 SMALL = Layout(num_q_heads=8, num_kv_heads=2, head_dim=16, page_size=8)
 
@@ -153,98 +148,6 @@ def test_a_flush_reads_four_times_the_cache_of_an_h200_and_writes_a_number():
     assert timing.read(jnp.array([3, 7, 5])) == 7
 
 
-# ---------------------------------------------------------------------- tuning
-
-
-@pytest.mark.parametrize("forests", [tune.FORESTS[: tune.QUICK], tune.FORESTS], ids=["quick", "all"])
-def test_forests_that_are_tuned_on_use_both_tables_and_every_kind_of_tile(forests):
-    layout, tables, kinds = Layout(), set(), set()
-    for workload in forests:
-        forest = Forest.from_nodes(*workload[1:], node_capacity=len(workload.parent))
-        heads = {"num_q_heads": layout.num_q_heads, "num_kv_heads": layout.num_kv_heads, "head_dim": layout.head_dim}
-        plan = make_plan(forest, **heads, num_ctas=132, tile_rows=64, lanes=2)
-        tables.add(tune.table_of(sum(workload.length), layout, num_ctas=132))
-        kinds.add((plan.num_tiles > 1, bool((plan.segments[:, 0] != plan.segments[:, 1]).any())))
-    assert tables == set(tune.TABLES)
-    assert kinds == {(False, False), (True, False), (True, True)}
-
-
-@pytest.mark.parametrize("unique_tokens", [1000, 5 * LARGE_TOKENS])
-def test_a_forest_is_tuned_for_the_table_that_serves_it(unique_tokens):
-    # 8 kv heads on 20 thread blocks, which make LARGE begin at 2.5 times as many tokens.
-    table = tune.table_of(unique_tokens, Layout(), num_ctas=20)
-    assert config_for(128, unique_tokens * 8 / 20) == tune.TABLES[table][128]
-
-
-@pytest.mark.parametrize("table", tune.TABLES)
-@pytest.mark.parametrize("head_dim", tune.HEAD_DIMS)
-def test_the_configs_that_are_tried_include_the_one_in_force(table, head_dim):
-    assert tune.TABLES[table][head_dim] in tune.candidates(head_dim)
-
-
-def test_rings_that_cannot_fit_are_not_tried():
-    # K and V, 128 tokens of 256 values of 2 bytes: 128 KiB a stage.
-    assert {config.block_tokens for config in tune.candidates(256)} == {64}
-    assert max(config.stages for config in tune.candidates(256)) == 3
-
-
-@pytest.fixture(params=tune.TABLES)
-def swept(request) -> tuple[list[dict], str]:
-    """Rows of two forests: 2 stages of 64 tokens are the fastest on the first and fail on the second."""
-    rows = []
-    for name, slower, roofline_us in (("first", 1.0, 1.0), ("second", 2.0, 0.5)):
-
-        def measure(name: str = name, slower: float = slower) -> dict:
-            config = config_for(128, 0.0)
-            if (name, config) == ("second", Config(64, 2)):
-                raise ValueError("too much shared memory\nand more")
-            return {"kernel_us": slower * (config.stages + config.block_tokens / 64)}
-
-        common = {"name": name, "roofline_us": roofline_us, "head_dim": 128, "table": request.param}
-        rows += [common | row for row in tune.sweep(128, measure)]
-    return rows, request.param
-
-
-def test_every_config_is_measured_while_planning_and_kernels_find_it():
-    def found() -> dict:
-        config = config_for(128, 0.0)
-        assert config_for(128, 1e9) == config_of(128, config.block_tokens) == config
-        assert config_for(64, 0.0) == before["SMALL"][64]
-        return {"kernel_us": 1.0}
-
-    def interrupted() -> dict:
-        raise KeyboardInterrupt
-
-    before = {name: dict(table) for name, table in tune.TABLES.items()}
-    rows = tune.sweep(128, found)
-    assert [row.get("error") for row in rows] == [None] * len(rows)
-    assert [Config(row["block_tokens"], row["stages"]) for row in rows] == tune.candidates(128)
-    with pytest.raises(KeyboardInterrupt):
-        tune.sweep(128, interrupted)
-    assert before == tune.TABLES
-
-
-def test_a_config_that_does_not_compile_keeps_its_row_and_cannot_be_the_best(swept):
-    rows, table = swept
-    assert len(rows) == 2 * len(tune.candidates(128))
-    failed = [row for row in rows if row["kernel_us"] is None]
-    assert [(row["name"], row["block_tokens"], row["stages"]) for row in failed] == [("second", 64, 2)]
-    assert failed[0]["error"] == "ValueError: too much shared memory"
-    assert tune.best(rows, 128, table) == Config(64, 3)
-    assert tune.best([row | {"kernel_us": None} for row in rows], 128, table) is None
-
-
-def test_a_report_shows_times_scores_failures_and_the_best(swept):
-    rows, table = swept
-    lines = tune.report(rows, 128, table).split("\n")
-    shown = {tuple(line.split()[:2]): line.split()[2:] for line in lines[2:-1]}
-    # 4 x roofline on the first forest, 16 x on the second.
-    assert shown["64", "3"] == ["4.0", "8.0", "8.000"]
-    assert shown["128", "3"] == ["5.0", "10.0", "10.000"]
-    assert shown["64", "2"][:3] == ["3.0", "-", "ValueError:"]
-    assert lines[-1] == f"best: {Config(64, 3)}, at present {tune.TABLES[table][128]}"
-
-
 # ---------------------------------------------------------------------- the reference
 
 
@@ -291,74 +194,6 @@ def test_one_wrong_request_among_many_fails_the_check(wrong):
 def test_inputs_are_the_same_whenever_they_are_drawn(unequal):
     again = make_inputs(degenerate(4, 21), SMALL)
     assert all((a == b).all() for a, b in zip(unequal[1:], again[1:], strict=True))
-
-
-# ---------------------------------------------------------------------- the peers
-
-
-def entry_slots(table: PageTable, entry: int) -> list[int]:
-    """The token slots that a paged kernel reads for an entry."""
-    pages = table.pages[table.page_ptr[entry] : table.page_ptr[entry + 1]]
-    slots = [int(page) * table.page_size + i for page in pages for i in range(table.page_size)]
-    return slots[: max(len(pages) - 1, 0) * table.page_size + int(table.last_page_tokens[entry])]
-
-
-@settings(max_examples=80)
-@given(tree=trees(max_nodes=12, max_length=40, max_requests=10), page_size=st.sampled_from([8, 16]))
-def test_a_request_table_lists_every_context_in_order(tree: Tree, page_size: int) -> None:
-    forest = Forest.from_nodes(*tree, page_size=page_size)
-    table = request_table(forest)
-    np.testing.assert_array_equal(table.row_ptr, np.arange(len(tree.leaf) + 1))
-    expected = contexts(tree, page_size)
-    for row, request in enumerate(forest.request_of_row):
-        assert entry_slots(table, row) == expected[request]
-
-
-@pytest.mark.parametrize(("root", "page_size"), [(64, 32), (48, 16), (50, 2), (51, 1)])
-def test_a_request_table_has_the_largest_pages_that_shared_nodes_fill(root, page_size):
-    forest = Forest.from_nodes([-1, 0, 0], [root, 3, 70], [1, 2], page_size=32)
-    assert request_table(forest).page_size == page_size
-
-
-@settings(max_examples=80)
-@given(tree=trees(max_nodes=12, max_length=40, max_requests=10))
-def test_level_tables_together_list_every_context_once(tree: Tree) -> None:
-    forest = Forest.from_nodes(*tree, page_size=8)
-    got: list[list[int]] = [[] for _ in tree.leaf]
-    for table in level_tables(forest):
-        assert table.page_size == 8
-        assert (np.diff(table.row_ptr) > 0).all()
-        assert (table.row_ptr[0], table.row_ptr[-1]) == (0, len(tree.leaf))
-        for entry in range(len(table.row_ptr) - 1):
-            for row in range(table.row_ptr[entry], table.row_ptr[entry + 1]):
-                got[row] += entry_slots(table, entry)
-    expected = contexts(tree, 8)
-    assert got == [expected[request] for request in forest.request_of_row]
-
-
-def test_a_level_table_holds_what_is_shared_once():
-    first, second = level_tables(Forest.from_nodes([-1, 0, 0, 0], [40, 8, 8, 8], [1, 2, 3], page_size=8))
-    assert (first.row_ptr.tolist(), len(first.pages)) == ([0, 3], 5)
-    assert (second.row_ptr.tolist(), len(second.pages)) == ([0, 1, 2, 3], 3)
-
-
-def end_the_process(status: int, names: tuple[str, ...]) -> None:
-    os._exit(status)
-
-
-def test_a_peer_that_cannot_run_or_ends_its_process_is_reported_with_the_reason(monkeypatch):
-    arguments = (flat(1, 20), SMALL, np.ones((1, 8, 16), np.float32), 1)
-    running = Peers()
-    with monkeypatch.context() as patched:
-        patched.setattr(peers, "measure", end_the_process)
-        crashed = running.measure(1)
-    without_gpu = running.measure(*arguments)
-    running.close()
-    for peer in PEERS:
-        assert crashed[f"{peer}_us"] is without_gpu[f"{peer}_us"] is None
-        assert crashed[f"{peer}_error"].startswith("BrokenProcessPool")
-        assert "BrokenProcessPool" not in without_gpu[f"{peer}_error"]
-        assert "Error: " in without_gpu[f"{peer}_error"]
 
 
 # ---------------------------------------------------------------------- counters

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import decode_step, decoding
-from benchmarks.decode_step import PAGE_SIZE, STEPS, Case, contiguous, shared, unshared, weight_bytes
+from benchmarks.decode_step import PAGE_SIZE, STEPS, SharedDocument, contiguous, shared, unshared, weight_bytes
 from codec_jax.nnx import Decoder, DecoderConfig, random_decoder
 
 CONFIG = DecoderConfig(
@@ -22,7 +22,7 @@ CONFIG = DecoderConfig(
     dtype=jnp.float32,
     param_dtype=jnp.float32,
 )
-CASE = Case(document=75, requests=3, own=9)
+CASE = SharedDocument(document=75, requests=3, own=9)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_all_variants_decode_the_same_in_every_call(model: Decoder, monkeypatch:
 
 
 def test_contiguous_requests_own_their_pages_and_have_room_for_a_call() -> None:
-    forest = Case(document=240, requests=3, own=9).contiguous()
+    forest = SharedDocument(document=240, requests=3, own=9).contiguous()
     assert [forest.pages_of(node).tolist() for node in forest.leaf] == [
         list(range(24 * r, 24 * r + 24)) for r in range(3)
     ]
@@ -77,7 +77,7 @@ def test_the_floor_is_weights_and_unique_tokens_and_the_roofline_counts_products
     assert row["total_kv_bytes"] == int((3 * 75 + 3 * 17.5) * 512)
     assert row["floor_us"] == pytest.approx((row["weight_bytes"] + unique * 512) / 4.52e6)
     assert row["roofline_us"] == pytest.approx(row["floor_us"])
-    many = decoding.floors(model, Case(document=120_000, requests=4096))
+    many = decoding.floors(model, SharedDocument(document=120_000, requests=4096))
     assert many["roofline_us"] == pytest.approx(
         many["weight_bytes"] * 4096 / 700e6 + 4096 * (120_000 + 128 + 8.5) * 4 * 4 * 16 * 2 / 700e6
     )
@@ -117,7 +117,7 @@ class FakeStep:
 
 
 def test_a_variant_that_fails_keeps_its_place_and_the_others(model, tmp_path, monkeypatch) -> None:
-    def no_room(model: Decoder, case: Case) -> FakeStep:
+    def no_room(model: Decoder, case: SharedDocument) -> FakeStep:
         raise ValueError("no room")
 
     makers = {"shared": lambda *_: FakeStep(1.0), "unshared": lambda *_: FakeStep(1.01), "cudnn": no_room}
