@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal, overload
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from codec_jax import mosaic, rows, xla
+from codec_jax.drafts import DraftTrees, readers_of_tokens
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.plan import Plan
@@ -25,6 +27,7 @@ def forest_attention(
     forest: Forest,
     plan: Plan,
     *,
+    drafts: DraftTrees | None = None,
     scale: float | None = None,
     implementation: str | None = None,
     return_residuals: Literal[False] = False,
@@ -39,6 +42,7 @@ def forest_attention(
     forest: Forest,
     plan: Plan,
     *,
+    drafts: DraftTrees | None = None,
     scale: float | None = None,
     implementation: str | None = None,
     return_residuals: Literal[True],
@@ -52,6 +56,7 @@ def forest_attention(
     forest: Forest,
     plan: Plan,
     *,
+    drafts: DraftTrees | None = None,
     scale: float | None = None,
     implementation: str | None = None,
     return_residuals: bool = False,
@@ -61,11 +66,13 @@ def forest_attention(
     Args:
       query: [B, T, N, H] in the caller's request order, B = forest.request_capacity; float32, bfloat16 or float16.
         The T tokens are the last T of each request's context (their K and V are in the pages already) and see each
-        other causally.
+        other causally, or as `drafts` says.
       key_pages: [num_pages, page_size, K, H], N a multiple of K.
       value_pages: like key_pages; every value finite, also where nobody reads (`KVPages` sees to that).
       forest: the paths, in lengths that include the query tokens.
       plan: from `make_plan` for this forest, head layout and T.
+      drafts: trees of the T tokens, which are candidates then, in depth-first order and in the request's own leaf: each
+        sees the context before them, itself and its ancestors.
       scale: factor on the scores; defaults to 1 / sqrt(H).
       implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, H 64, 128 or 256), "xla" (any device),
         or None for the fastest that this device and these shapes allow.
@@ -73,26 +80,33 @@ def forest_attention(
         float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`).
 
     Returns [B, T, N, H] in the query's dtype; rows of free request slots are 0. Where lengths show on the device
-    only, a plan for another forest or past its steps gives NaN everywhere.
+    only, a plan for another forest or past its steps gives NaN everywhere, and so do drafts in a leaf that others read.
 
     Raises ValueError for shapes, dtypes or names that do not fit, PlanError for a plan that does not.
     """
     query, key_pages, value_pages = (jnp.asarray(x) for x in (query, key_pages, value_pages))
     _check(query, key_pages, value_pages, forest, plan)
+    if drafts is not None:
+        drafts.check(forest, query.shape[1])
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     implementation = _choose(implementation, query, key_pages, plan)
-    forest, plan = jax.tree.map(jnp.asarray, (forest, plan))
+    forest, plan, drafts = jax.tree.map(jnp.asarray, (forest, plan, drafts))
 
+    readers = None
+    if drafts is not None:
+        readers = readers_of_tokens(drafts, forest, plan)
+        # Where only the device knows that the drafts do not fit, the plan is taken for one that does not.
+        plan = replace(plan, structure=jnp.where(drafts.fit(forest).all(), plan.structure, ~forest.structure))
     # Long pages are seen as several short ones.
     slots = (-1, plan.slot_tokens, *key_pages.shape[2:])
     key_pages, value_pages = key_pages.reshape(slots), value_pages.reshape(slots)
     if implementation == "mosaic":
-        out, row_max, row_sum = mosaic.attend(query, key_pages, value_pages, forest, plan, scale)
+        out, row_max, row_sum = mosaic.attend(query, key_pages, value_pages, forest, plan, scale, readers)
     else:
         tiled, position = rows.pack(query, forest, plan), rows.positions(forest, plan)
-        partial = xla.attend(tiled, key_pages, value_pages, position, forest, plan, scale)
+        partial = xla.attend(tiled, key_pages, value_pages, position, forest, plan, scale, readers)
         out, row_max, row_sum = rows.unpack(partial.out, forest, plan), partial.max, partial.sum
         out = _finish(out, 0.0, forest, plan).astype(query.dtype)
     if not return_residuals:

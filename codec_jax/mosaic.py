@@ -9,7 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from codec_jax import rows
 from codec_jax.forest import Forest
@@ -44,26 +44,37 @@ def attend(
     forest: Forest,
     plan: Plan,
     scale: float,
+    readers_of_tokens: Int[Array, "blocks S"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "tiles K R"], Float[Array, "tiles K R"]]:
     """Run the plan's segments and merge them; returns the output in the caller's order, and max and sum of all rows.
 
-    All are NaN where the plan does not hold; the output is 0 for free request slots.
+    All are NaN where the plan does not hold; the output is 0 for free request slots. Query tokens are causal among
+    themselves unless `readers_of_tokens` says which rows see which token (`codec_jax.drafts`).
     """
     config = config_of(plan.head_dim, plan.pages.shape[1] * plan.slot_tokens)
     assert config is not None
-    return _attend(query, key_pages, value_pages, forest, plan, scale=scale, stages=config.stages)
+    arrays = query, key_pages, value_pages, forest, plan, readers_of_tokens
+    return _attend(*arrays, scale=scale, stages=config.stages)
 
 
 # Lowering the kernels takes seconds, and a step calls them in every layer. A jitted function is lowered once for all.
 @partial(jax.jit, static_argnames=("scale", "stages"))
 def _attend(
-    query: Array, key_pages: Array, value_pages: Array, forest: Forest, plan: Plan, *, scale: float, stages: int
+    query: Array,
+    key_pages: Array,
+    value_pages: Array,
+    forest: Forest,
+    plan: Plan,
+    readers_of_tokens: Array | None,
+    *,
+    scale: float,
+    stages: int,
 ) -> tuple[Array, Array, Array]:
     from pallas_kernels import pac_mosaic, por_mosaic
 
     packing = Packing.of(plan.group, TILE_ROWS)
     causal = None
-    if plan.query_tokens > 1:
+    if plan.query_tokens > 1 and readers_of_tokens is None:
         positions = jnp.pad(rows.positions(forest, plan).reshape(-1), (0, TILE_ROWS))
         causal = pac_mosaic.Causal(node_start=forest.start, query_position=positions)
     partials = pac_mosaic.pac(
@@ -76,6 +87,7 @@ def _attend(
         plan.segments,
         plan.runs,
         causal=causal,
+        readers_of_tokens=readers_of_tokens,
         packing=packing,
         num_partials=plan.num_partials,
         stages=stages,

@@ -128,3 +128,17 @@ class KVPages:
             return tokens.at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
         return KVPages(store(self.key, key), store(self.value, jnp.where(jnp.isfinite(value), value, 0)))
+
+    def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> KVPages:
+        """Copy K and V from token slots to token slots, all read before any is written; jittable.
+
+        Where either slot is out of bounds (`NO_SLOT`), nothing is copied.
+        """
+
+        def copy(pages: Array) -> Array:
+            tokens = pages.reshape(-1, *pages.shape[2:])
+            rows = tokens.at[source].get(mode="fill", fill_value=0)
+            to = jnp.where(source < tokens.shape[0], target, NO_SLOT)
+            return tokens.at[to].set(rows, mode="drop").reshape(pages.shape)
+
+        return KVPages(copy(self.key), copy(self.value))

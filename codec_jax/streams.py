@@ -81,7 +81,7 @@ def pages_of_streams(
     if rows.query_tokens > 1:
         least, most = _positions_of_tiles(forest, rows)
         first = forest.start[node] + token
-        full &= first + slot_tokens - 1 <= np.minimum(least[tile], least[other_tile])[stream]
+        full &= first + slot_tokens <= np.minimum(least[tile], least[other_tile])[stream]
         visible = first - np.maximum(most[tile], most[other_tile])[stream] <= steps
     order = np.argsort(stream * 2 + ~full, kind="stable")
     order = order[visible[order]]
@@ -128,13 +128,17 @@ def _streams_of_nodes(
 
 
 def _positions_of_tiles(forest: Forest, rows: Rows) -> tuple[Int[np.ndarray, " tiles"], Int[np.ndarray, " tiles"]]:
-    """Return the least and the greatest position of each tile's query tokens; free slots do not count."""
+    """Return where the query tokens of each tile's requests begin at least, and the tile's greatest position.
+
+    Nothing says that a query token sees those before it: they may be a draft tree. Free slots do not count.
+    """
     used = np.repeat(forest.active[forest.request_of_row], rows.per_request)
     position = forest.positions(rows.query_tokens)[forest.request_of_row]
+    begin = np.repeat(position[:, 0], rows.per_request)
     position = np.repeat(position.reshape(-1), rows.per_request // rows.query_tokens)
     padding = rows.num_tiles * rows.of_tile - len(position)
     shape = (rows.num_tiles, rows.of_tile)
     huge = np.iinfo(np.int32).max // 2
-    least = np.pad(np.where(used, position, huge), (0, padding), constant_values=huge).reshape(shape)
+    least = np.pad(np.where(used, begin, huge), (0, padding), constant_values=huge).reshape(shape)
     most = np.pad(np.where(used, position, -huge), (0, padding), constant_values=-huge).reshape(shape)
     return least.min(1), most.max(1)

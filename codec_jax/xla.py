@@ -25,10 +25,12 @@ def attend(
     forest: Forest,
     plan: Plan,
     scale: float,
+    readers_of_tokens: Int[Array, "blocks S"] | None = None,
 ) -> Partial:
     """Run the plan's segments and merge them: attention of all row tiles, as partials [tiles, K, R].
 
-    The pages hold plan.slot_tokens tokens each.
+    The pages hold plan.slot_tokens tokens each. Query tokens are causal among themselves unless `readers_of_tokens`
+    says which rows see which token (`codec_jax.drafts`).
     """
     num_tiles, num_kv_heads, num_rows, head_dim = query.shape
     num_segments, lanes = plan.segments.shape[0], plan.lanes
@@ -38,6 +40,9 @@ def attend(
 
     def block_mask(block: Array, position: Array) -> Array:
         """Which rows see which tokens of each thread block's block: [C, L x R, S]."""
+        if readers_of_tokens is not None:
+            readers = readers_of_tokens[block][:, None]  # [C, 1, S]
+            return (row[:, None] >= readers & 0xFFFF) & (row[:, None] < readers >> 16)
         _, node, first, readers = jnp.moveaxis(plan.pages[block], -1, 0)  # [C, slots]
         token = first[..., None] + jnp.arange(plan.slot_tokens, dtype=jnp.int32)  # [C, slots, slot_tokens]
         in_node = token < forest.length[node][..., None]

@@ -51,6 +51,7 @@ def pac(
     runs: jax.Array,
     *,
     causal: Causal | None,
+    readers_of_tokens: jax.Array | None = None,
     packing: Packing,
     num_partials: int,
     stages: int,
@@ -69,7 +70,9 @@ def pac(
       segments: int32 [segments, 10], the fields of `Segment`.
       runs: int32 [num_ctas, 12 + slots]: first segment and the one after the last of each thread block, the fields
         of the first, and the page ids of its first block.
-      causal: for T > 1; None for T = 1.
+      causal: for T > 1 tokens that are causal among themselves; None otherwise.
+      readers_of_tokens: int32 [blocks, slots * page_size], the rows that see each token, as in `Page.readers`; None if
+        all tokens of a page are seen by the same rows, up to causality.
       packing: how query rows make up a tile.
       num_partials: partials that segments refer to.
       stages: blocks in flight.
@@ -90,16 +93,26 @@ def pac(
         stages=stages,
         factor=scale * _LOG2E,
         causal=causal is not None,
+        by_token=readers_of_tokens is not None,
         dtype=query.dtype,
         interpreted=interpret is not None,
     )
     inputs = [query.reshape(batch * tokens, num_q_heads, head_dim), key_pages, value_pages, request_of_row]
-    inputs += [node_length, pages, segments, runs, *(causal or ())]
+    inputs += [node_length, pages, segments, runs]
+    masks = {} if causal is None else causal._asdict()
+    if readers_of_tokens is not None:
+        # One token for each thread of the warpgroup that prepares the mask.
+        masks["readers_of_tokens"] = jnp.pad(readers_of_tokens, ((0, 0), (0, BLOCK_TOKENS - sizes.block)))
+    references = (*Inputs._fields[: len(inputs)], *masks)
+    inputs += masks.values()
 
     def body(*refs: Any) -> None:
         outputs = len(inputs) + len(Outputs._fields)
         pipeline = Pipeline(
-            Inputs(*refs[: len(inputs)]), Outputs(*refs[len(inputs) : outputs]), Scratch(*refs[outputs:]), sizes
+            Inputs(**dict(zip(references, refs, strict=False))),
+            Outputs(*refs[len(inputs) : outputs]),
+            Scratch(*refs[outputs:]),
+            sizes,
         )
 
         @pl.when(pipeline.warpgroup < LANES)

@@ -58,6 +58,7 @@ class Inputs(NamedTuple):
     runs: Any
     node_start: Any = None  # with causal masks only
     query_position: Any = None
+    readers_of_tokens: Any = None  # with masks by token only: [blocks, BLOCK_TOKENS]
 
 
 class Outputs(NamedTuple):
@@ -103,6 +104,7 @@ class Sizes:
     stages: int
     factor: float  # from scores to units of log2
     causal: bool
+    by_token: bool  # whether the rows that see a token are given, not those that see a page
     dtype: Any
     interpreted: bool  # simulated on a CPU
 

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret
+from pallas_kernels.compat import load
 from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Page, Pipeline, Segment, Sizes
 
 _UNITS_AT_ONCE = 8  # loads in flight while gathering
+_THREAD = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)  # a token for each thread
 
-_Pages = tuple[Page, ...]
+_Pages = tuple[Page, ...] | jax.Array  # or the readers of each token, where those are given
 
 
 def prepare(pipeline: Pipeline) -> None:
@@ -113,18 +115,21 @@ def _pages_of(pipeline: Pipeline, block: jax.Array) -> _Pages:
     """Load what the mask of a block needs to know of its pages."""
     ref = pipeline.inputs.pages
     at = jnp.minimum(block, ref.shape[0] - 1)
+    if pipeline.sizes.by_token:
+        return load(pipeline.inputs.readers_of_tokens.at[at], _THREAD)
     fields = range(1, len(Page._fields))
     return tuple(Page(None, *(ref[at, j, field] for field in fields)) for j in range(pipeline.sizes.slots))
 
 
 def _columns(pipeline: Pipeline, pages: _Pages) -> list[jax.Array]:
     """Readers (and positions) of each token of a block; no reader, where a page is not full."""
+    if isinstance(pages, jax.Array):
+        return [pages]
     inputs, page_size = pipeline.inputs, jnp.int32(pipeline.sizes.page_size)
-    thread = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)
-    index = plgpu.broadcasted_iota(jnp.int32, (BLOCK_TOKENS,), 0, layout=thread)
+    index = plgpu.broadcasted_iota(jnp.int32, (BLOCK_TOKENS,), 0, layout=_THREAD)
     slot_of, offset = lax.div(index, page_size), lax.rem(index, page_size)
     valid = [inputs.node_length[page.node] - page.token for page in pages]
-    readers = position = plgpu.layout_cast(jnp.full((BLOCK_TOKENS,), 0, jnp.int32), thread)
+    readers = position = plgpu.layout_cast(jnp.full((BLOCK_TOKENS,), 0, jnp.int32), _THREAD)
     for j, page in enumerate(pages):
         readers = jnp.where((slot_of == j) & (offset < valid[j]), page.readers, readers)
         if pipeline.sizes.causal:

@@ -81,3 +81,23 @@ def num_pages(tree: Tree, page_size: int) -> int:
 def prefixes(lists: Sequence[Sequence[object]]) -> set[tuple]:
     """Return every non-empty prefix of every list: the nodes of their trie."""
     return {tuple(items[: end + 1]) for items in lists for end in range(len(items))}
+
+
+def candidate_parents(count: int) -> st.SearchStrategy[list[int]]:
+    """Draw the parents of `count` candidates of a draft tree, in any order in which they come before their children."""
+    return st.tuples(*(st.integers(-1, t - 1) for t in range(count))).map(list)
+
+
+def depth_first(parent: Sequence[int]) -> list[int]:
+    """Return the candidates of a draft tree in depth-first order, siblings in the order in which they are given."""
+
+    def below(node: int) -> list[int]:
+        return [c for child in range(len(parent)) if parent[child] == node for c in (child, *below(child))]
+
+    return below(-1)
+
+
+def renumbered(parent: Sequence[int]) -> list[int]:
+    """Return the parents of the same draft tree with its candidates in depth-first order."""
+    order = depth_first(parent)
+    return [-1 if parent[candidate] < 0 else order.index(parent[candidate]) for candidate in order]

@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Tree
+from forests import Tree, renumbered
 from test_mosaic import SIX, TREE, Arrays, Heads, attend, check, num_wide, plan_of
 
 from codec_jax import Forest, PagePool, mosaic, streams
@@ -100,6 +100,46 @@ def test_one_plan_serves_leaves_that_grow_without_races(query_tokens: int, capsy
     for step in range(2):
         check(Arrays.random(forest, heads, jnp.bfloat16, step, query_tokens, num_pages=32), forest, plan)
         forest = forest.extend(np.asarray([17, 2, 9])) if step == 0 else forest
+    assert RACE not in capsys.readouterr().out
+
+
+class Drafts(NamedTuple):
+    """Leaves that end in candidates, their trees, and the sizes that matter."""
+
+    lengths: list[int]
+    parent: list[list[int]]
+    heads: Heads
+    page_size: int = 16
+    block_tokens: int = 128
+    dtype: Any = jnp.bfloat16
+    wide: bool = False
+
+
+# Depth first: a chain and a star, two roots, trees of two levels; the last requests have candidates of no tree.
+FIVE = [[-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0], [-1, 0, -1, 2, 2], [-1, 0, 1, 1, 0], [-1] * 5, [-1, 0, 1, -1, -1]]
+DRAFTS = {
+    "narrow, pages of several requests in a block": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(4, 2, 64)),
+    "wide": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(16, 1, 64), wide=True),
+    "a request over several tiles": Drafts(
+        [5, 2], [renumbered([-1, 0, 1, 1, 0, 0, *range(5, 16), *range(2, 16)]) for _ in range(2)], Heads(4, 1, 128),
+        page_size=8, block_tokens=64, dtype=jnp.float16, wide=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DRAFTS.values(), ids=DRAFTS.keys())
+def test_draft_trees_equal_dense_attention_without_races(case: Drafts, capsys: pytest.CaptureFixture[str]) -> None:
+    requests, tokens = len(case.lengths), len(case.parent[0])
+    tree = Tree([-1] + [0] * requests, [70, *case.lengths], [*range(requests, 0, -1)])
+    forest = Forest.from_nodes(*tree, page_size=case.page_size)
+    forest, _ = forest.reserve(PagePool.create(64, forest.used_pages), tokens)
+    forest = forest.extend(tokens)
+    plan = plan_of(
+        forest, case.heads, query_tokens=tokens, num_ctas=2, block_tokens=case.block_tokens, block_capacity=0
+    )
+    assert (num_wide(plan) > 0) == case.wide
+    arrays = Arrays.random(forest, case.heads, case.dtype, 0, tokens, num_pages=64)
+    check(arrays, forest, plan, parent=case.parent)
     assert RACE not in capsys.readouterr().out
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Tree, trees
+from forests import Tree, ancestry, renumbered, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec_jax import Forest, KVPages, PagePool, Plan, make_plan, mosaic, streams
+from codec_jax import DraftTrees, Forest, KVPages, PagePool, Plan, make_plan, mosaic, streams
 from codec_jax.attention import forest_attention
 from codec_jax.pages import NO_SLOT
 from pallas_kernels.config import LARGE, SMALL
@@ -121,6 +121,23 @@ def test_calls_of_a_step_that_differ_only_in_their_arrays_are_lowered_once() -> 
     assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
+def test_draft_trees_lower_for_cuda_as_two_kernels_with_one_column_of_masks() -> None:
+    heads, tokens, requests = Heads(32, 8, 128), 9, 5
+    forest = Forest.from_nodes([-1, *[0] * requests], [200, *[40] * requests], range(1, requests + 1))
+    query = jax.ShapeDtypeStruct((requests, tokens, heads.q, heads.dim), jnp.bfloat16)
+    for block_tokens in (64, 128):
+        plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=block_tokens)
+        pages = jax.ShapeDtypeStruct((64, plan.slot_tokens, heads.kv, heads.dim), jnp.bfloat16)
+        readers = jax.ShapeDtypeStruct((plan.pages.shape[0], block_tokens), jnp.int32)
+
+        def attend(*arguments: Any) -> jax.Array:
+            *inputs, readers = arguments
+            return mosaic.attend(*inputs, 0.1, readers)[0]
+
+        traced = jax.jit(attend).trace(query, pages, pages, forest, plan, readers)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
 # --- On any machine: what is refused ----------------------------------------------------------------------------
 
 
@@ -212,7 +229,14 @@ class Exact(NamedTuple):
     error: np.ndarray  # what rounding the weights and the result to the dtype may cost
 
     @classmethod
-    def of(cls, arrays: Arrays, forest: Forest, request: int, scale: float | None = None) -> "Exact":
+    def of(
+        cls,
+        arrays: Arrays,
+        forest: Forest,
+        request: int,
+        scale: float | None = None,
+        parent: list[int] | None = None,
+    ) -> "Exact":
         eps = float(jnp.finfo(arrays.query.dtype).eps)
         query = np.asarray(arrays.query[request], np.float64)
         tokens, q_heads, head_dim = query.shape
@@ -225,6 +249,10 @@ class Exact(NamedTuple):
         rows = query.reshape(tokens, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
         scores = rows @ key[:, None].swapaxes(2, 3) * (head_dim**-0.5 if scale is None else scale)
         visible = np.arange(len(slots)) <= len(slots) - tokens + np.arange(tokens)[:, None]
+        if parent is not None:
+            visible[:, len(slots) - tokens :] = [
+                [t in ancestry(parent, i) for t in range(tokens)] for i in range(tokens)
+            ]
         scores = np.where(visible, scores, -np.inf)
         most = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), -1e300)
         weights = np.exp(scores - most)
@@ -248,9 +276,16 @@ def check(
     requests: Any = None,
     scale: float | None = None,
     implementation: str = "mosaic",
+    parent: list[list[int]] | None = None,
 ) -> None:
-    """Compare output and residuals of some requests, or of all, with float64 attention; free request slots give 0."""
-    out, residuals = attend(*arrays, forest, plan, scale=scale, implementation=implementation, return_residuals=True)
+    """Compare output and residuals of some requests, or of all, with float64 attention; free request slots give 0.
+
+    `parent` gives each request's candidates the candidate above them, in depth-first order.
+    """
+    drafts = None if parent is None else DraftTrees.from_parents(np.asarray(parent))
+    out, residuals = attend(
+        *arrays, forest, plan, drafts=drafts, scale=scale, implementation=implementation, return_residuals=True
+    )
     assert out.dtype == arrays.query.dtype
     out, row_max, row_sum = (np.asarray(x, np.float64) for x in (out, *residuals))
     free = ~np.asarray(forest.active)
@@ -258,7 +293,7 @@ def check(
     assert (row_max[free] == -np.inf).all()
     assert (row_sum[free] == 0).all()
     for request in np.flatnonzero(forest.active) if requests is None else requests:
-        exact = Exact.of(arrays, forest, request, scale)
+        exact = Exact.of(arrays, forest, request, scale, None if parent is None else parent[request])
         excess = np.abs(out[request] - exact.out) - exact.error
         assert excess.max() <= 0, f"request {request}: error is {excess.max()} more than {exact.error.max()}"
         with np.errstate(divide="ignore"):
@@ -403,6 +438,55 @@ def test_one_plan_serves_leaves_that_grow(query_tokens: int) -> None:
     for step in range(4):
         check(Arrays.random(forest, heads, jnp.bfloat16, step, query_tokens), forest, plan)
         forest = forest.extend(np.random.default_rng(step).integers(0, 14, 22)) if step < 3 else forest
+
+
+def random_drafts(rng: np.random.Generator, requests: int, tokens: int) -> list[list[int]]:
+    """Random trees for each request; every other one is as narrow as to be nearly a chain."""
+    lowest = [0 if request % 2 else -1 for request in range(requests)]
+    return [
+        renumbered([-1, *(int(rng.integers(max(low, t - 2) if low == 0 else low, t)) for t in range(1, tokens))])
+        for low in lowest
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "tokens", "page_size", "dtype"),
+    [
+        (Heads(32, 8, 128), 1, 16, jnp.bfloat16),
+        (Heads(32, 8, 128), 16, 16, jnp.bfloat16),
+        (Heads(32, 8, 128), 64, 16, jnp.float16),
+        (Heads(16, 1, 64), 33, 8, jnp.bfloat16),
+        (Heads(28, 4, 128), 5, 48, jnp.float16),
+        (Heads(71, 1, 64), 3, 24, jnp.bfloat16),
+        (Heads(8, 4, 256), 24, 32, jnp.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("root", [300, 9000])
+def test_draft_trees_equal_dense_attention(heads: Heads, tokens: int, page_size: int, dtype: Any, root: int) -> None:
+    requests, rng = 20, np.random.default_rng(0)
+    leaf = rng.permutation(requests) + 1
+    tree = Tree([-1] + [0] * requests, [root, *rng.integers(0, 200, requests)], leaf.tolist())
+    forest = Forest.from_nodes(*tree, page_size=page_size, request_capacity=22)
+    num_pages = len(forest.used_pages) + 21 * (-(-tokens // page_size) + 2)
+    forest, _ = forest.reserve(PagePool.create(num_pages, forest.used_pages), tokens + 3)
+    forest = forest.extend(tokens)
+    plan = plan_of(forest, heads, query_tokens=tokens, steps=3)
+    for step in range(2):
+        arrays = Arrays.random(forest, heads, dtype, step, tokens, num_pages)
+        parent = random_drafts(rng, 22, tokens)
+        check(arrays, forest, plan, requests=range(0, requests, 3), parent=parent)
+        forest = forest.extend(3) if step == 0 else forest
+
+
+@pytest.mark.gpu
+def test_draft_trees_in_a_leaf_that_others_read_give_nan() -> None:
+    heads, forest = Heads(32, 8, 128), Forest.from_nodes([-1, 0], [50, 20], [1, 1])
+    drafts = DraftTrees.from_parents(np.zeros((2, 4), np.int64) - 1)
+    arrays, plan = Arrays.random(forest, heads, jnp.bfloat16, 0, 4), plan_of(forest, heads, query_tokens=4)
+    forest, plan = jax.device_put((forest, plan))
+    assert np.isnan(np.asarray(attend_mosaic(*arrays, forest, plan, drafts=drafts), np.float32)).all()
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.attention import forest_attention
+from codec_jax.drafts import DraftTrees
 from codec_jax.forest import Forest
 from codec_jax.nnx.rope import Llama3Scaling, rotate
 from codec_jax.pages import NO_SLOT, KVPages
@@ -84,12 +85,15 @@ class Attention(nnx.Module):
         pages: KVPages,
         forest: Forest,
         plan: Plan,
+        drafts: DraftTrees | None = None,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "B T D"], KVPages]:
         """Store K and V of the T tokens in their slots, then attend to each request's whole context."""
         query, key, value = self._project(x, positions)
         pages = pages.write(slots, key, value)
-        out = forest_attention(query, pages.key, pages.value, forest, plan, implementation=implementation)
+        out = forest_attention(
+            query, pages.key, pages.value, forest, plan, drafts=drafts, implementation=implementation
+        )
         return self._merge(out), pages
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
@@ -142,11 +146,12 @@ class Block(nnx.Module):
         pages: KVPages,
         forest: Forest,
         plan: Plan,
+        drafts: DraftTrees | None = None,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "B T D"], KVPages]:
         """Attention over the forest, then the MLP."""
         attended, pages = self.attention.decode(
-            self.attention_norm(x), positions, slots, pages, forest, plan, implementation
+            self.attention_norm(x), positions, slots, pages, forest, plan, drafts, implementation
         )
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), pages
@@ -186,19 +191,21 @@ class Decoder(nnx.Module):
         forest: Forest,
         plan: Plan,
         *,
+        drafts: DraftTrees | None = None,
         store: Bool[Array, "B T"] | bool = True,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[KVPages, ...]]:
         """Run each request's last T tokens, whose room in the forest is taken already (`Forest.extend`).
 
         Returns the final hidden states, for `logits`, and the cache with the tokens' K and V. Jittable; tokens that
-        are not in the request's own leaf, or where `store` is false, are computed but not stored.
+        are not in the request's own leaf, or where `store` is false, are computed but not stored. With `drafts` the
+        tokens are candidates, in depth-first order.
         """
-        positions = jnp.asarray(forest.positions(tokens.shape[1]))
+        positions = jnp.asarray(forest.positions(tokens.shape[1]) if drafts is None else drafts.positions(forest))
         slots = jnp.where(store, forest.slots(tokens.shape[1]), NO_SLOT)
         x, written = self.embedding(tokens), []
         for block, pages in zip(self.blocks, cache, strict=True):
-            x, pages = block.decode(x, positions, slots, pages, forest, plan, implementation)
+            x, pages = block.decode(x, positions, slots, pages, forest, plan, drafts, implementation)
             written.append(pages)
         return self.norm(x), tuple(written)
 
