@@ -149,6 +149,18 @@ def test_one_plan_serves_passes_of_changing_trees_and_growing_contexts() -> None
         forest = forest.extend(rng.integers(0, 7, REQUESTS)) if step < 3 else forest
 
 
+@given(trees(max_nodes=4, max_length=40, max_requests=3), seeds)
+def test_blocks_without_a_mask_hold_no_candidates(tree: Tree, seed: int) -> None:
+    """The kernels look at no mask there, whatever the trees are."""
+    layout = LAYOUTS["candidates over several pages and tiles"]._replace(block_tokens=8)  # a page each
+    forest = drafted(tree, layout.tokens, layout.page_size, seed)
+    plan = layout.plan(forest)
+    for segment in plan.segments[: plan.cta_ptr[-1]]:
+        _, node, token, _ = np.moveaxis(plan.pages[segment[3] : segment[4]], -1, 0)
+        is_leaf = np.isin(node, forest.leaf[forest.active])
+        assert not (is_leaf & (token + plan.slot_tokens > forest.length[node] - layout.tokens)).any()
+
+
 def test_a_chain_of_candidates_is_causal_attention() -> None:
     layout = LAYOUTS["some candidates"]
     forest = drafted(Tree([-1, 0, 0], [30, 9, 0], [1, 2, 2]), layout.tokens, layout.page_size, seed=1)

@@ -113,6 +113,7 @@ class Drafts(NamedTuple):
     block_tokens: int = 128
     dtype: Any = jnp.bfloat16
     wide: bool = False
+    root: int = 70
 
 
 # Depth first: a chain and a star, two roots, trees of two levels; the last requests have candidates of no tree.
@@ -121,8 +122,9 @@ DRAFTS = {
     "narrow, pages of several requests in a block": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(4, 2, 64)),
     "wide": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(16, 1, 64), wide=True),
     "a request over several tiles": Drafts(
-        [5, 2], [renumbered([-1, 0, 1, 1, 0, 0, *range(5, 16), *range(2, 16)]) for _ in range(2)], Heads(4, 1, 128),
-        page_size=8, block_tokens=64, dtype=jnp.float16, wide=True,
+        # The root and a page that ends with a request's first candidate would fill two blocks, were that page unmasked.
+        [7, 5], [renumbered([-1, -1, 1, 1, 0, 0, *range(5, 16), *range(2, 17)])] * 2, Heads(4, 1, 128),
+        page_size=8, block_tokens=64, dtype=jnp.float16, wide=True, root=120,
     ),
 }  # fmt: skip
 
@@ -130,7 +132,7 @@ DRAFTS = {
 @pytest.mark.parametrize("case", DRAFTS.values(), ids=DRAFTS.keys())
 def test_draft_trees_equal_dense_attention_without_races(case: Drafts, capsys: pytest.CaptureFixture[str]) -> None:
     requests, tokens = len(case.lengths), len(case.parent[0])
-    tree = Tree([-1] + [0] * requests, [70, *case.lengths], [*range(requests, 0, -1)])
+    tree = Tree([-1] + [0] * requests, [case.root, *case.lengths], [*range(requests, 0, -1)])
     forest = Forest.from_nodes(*tree, page_size=case.page_size)
     forest, _ = forest.reserve(PagePool.create(64, forest.used_pages), tokens)
     forest = forest.extend(tokens)
