@@ -82,9 +82,10 @@ class DraftTrees:
         end = xp.where(valid.all(1, keepdims=True), place + size, 0)
         return cls(order, *(xp.take_along_axis(x, order, axis=1) for x in (above, end, depth)))
 
-    def sort(self, values: Array) -> Array:
+    def sort(self, values: HostOrDevice) -> HostOrDevice:
         """Put one value for each candidate, [B, T] or [B, T, ...] as `from_parents` got them, in depth-first order."""
-        return jnp.take_along_axis(values, self.order.reshape(*self.order.shape, *[1] * (values.ndim - 2)), axis=1)
+        xp = np if isinstance(values, np.ndarray) and isinstance(self.order, np.ndarray) else jnp
+        return xp.take_along_axis(values, self.order.reshape(*self.order.shape, *[1] * (values.ndim - 2)), axis=1)
 
     def positions(self, forest: Forest) -> Int[HostOrDevice, "B T"]:
         """Return each candidate's position in its request's context, for rotary embeddings. Jittable.

@@ -40,7 +40,10 @@ def drafted(tree: Tree, tokens: int, page_size: int, seed: int, more: int = 0) -
     return forest.rebuild(entries=pages[forest.used_pages].astype(np.int32), entry_capacity=PAGES).extend(tokens)
 
 
-from_parents_jitted = jax.jit(DraftTrees.from_parents)
+@jax.jit
+def built_and_sorted(parent: jax.Array) -> tuple[DraftTrees, jax.Array]:
+    drafts = DraftTrees.from_parents(parent)
+    return drafts, drafts.sort(parent)
 
 
 # --- Trees ------------------------------------------------------------------------------------------------------
@@ -56,7 +59,7 @@ def test_trees_are_what_walking_them_says(parents: list[list[int]]) -> None:
         assert drafts.depth[row].tolist() == [len(ancestry(place, t)) - 1 for t in range(len(parent))]
         seen_by = [[t for t in range(len(parent)) if j in ancestry(place, t)] for j in range(len(parent))]
         assert [list(range(j, end)) for j, end in enumerate(drafts.subtree_end[row].tolist())] == seen_by
-        sorted_twice = drafts.sort(jnp.asarray(parents)[..., None] * jnp.asarray([1, 2]))[row]
+        sorted_twice = drafts.sort(np.asarray(parents)[..., None] * np.asarray([1, 2]))[row]
         np.testing.assert_array_equal(sorted_twice, [[parent[i], 2 * parent[i]] for i in order])
 
 
@@ -64,7 +67,9 @@ def test_trees_are_what_walking_them_says(parents: list[list[int]]) -> None:
 @given(st.lists(candidate_parents(9), min_size=3, max_size=3))
 def test_trees_built_on_the_device_are_those_of_the_host(parents: list[list[int]]) -> None:
     on_host = DraftTrees.from_parents(np.asarray(parents))
-    chex.assert_trees_all_equal(from_parents_jitted(jnp.asarray(parents)), on_host)
+    drafts, tokens = built_and_sorted(jnp.asarray(parents))
+    chex.assert_trees_all_equal(drafts, on_host)
+    np.testing.assert_array_equal(tokens, np.take_along_axis(np.asarray(parents), on_host.order, axis=1))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +242,7 @@ def test_passes_give_the_dense_logits_of_every_root_path_and_accepted_tokens_are
         for row, reader in enumerate(readers.tolist()):
             rows[row] = np.asarray(contexts[reader])[np.maximum(view.positions(16)[row], 0)]
         plan = make_plan(view, query_tokens=16, **heads)
-        _, cache = model.decode(jnp.asarray(rows), cache, view, plan, store=view.slots(16) != NO_SLOT)
+        _, cache = jax.jit(model.decode)(jnp.asarray(rows), cache, view, plan, store=view.slots(16) != NO_SLOT)
 
         @partial(jax.jit, donate_argnums=0)
         def verify(cache: Any, forest: Forest, plan: Plan, parent: jax.Array, candidates: jax.Array) -> Any:
