@@ -13,7 +13,7 @@ import speculative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from speculative import Drafts, Ngrams
-from test_examples import STOP, VOCAB, model_dir  # noqa: F401
+from test_examples import VOCAB, model_dir  # noqa: F401
 
 from codec_jax.nnx import Decoder, Sampler, open_checkpoint
 
@@ -181,10 +181,10 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def greedy(model: Decoder, prompts: list[list[int]]) -> list[list[int]]:
     sampler = Sampler(model, max_requests=4, num_pages=64)
-    return sampler.decode(sampler.start(prompts), 30, stop_tokens=[STOP], temperature=0.0)[1].tokens
+    return sampler.decode(sampler.start(prompts), 30, temperature=0.0)[1].tokens
 
 
-OPTIONS = {"max_new_tokens": 30, "stop_tokens": [STOP], "temperature": 0.0}
+OPTIONS = {"max_new_tokens": 30, "temperature": 0.0}
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 1)], ids=str)
