@@ -28,6 +28,18 @@ def test_sharing_in_the_quickstart_stores_the_document_once():
     assert jnp.sum(names["forest"].length) == 1000 + 2 + 1 + 3
 
 
+def test_the_passage_on_draft_trees_runs_and_ends_with_the_accepted_tokens():
+    names = {}
+    exec(re.search(r"## Draft trees\n.*?```python\n(.*?)```", README, re.DOTALL).group(1), names)
+    assert names["out"].shape == names["query"].shape
+    assert names["tokens"].tolist() == [[5, 6, 8, 7], [5, 6, 7, 8]]
+    assert names["rotary"].tolist() == [[101, 102, 103, 102], [101, 101, 102, 102]]
+    assert names["forest"].request_length.tolist() == [103, 102]
+    own = np.concatenate([names["forest"].context_slots(request)[101:] for request in range(2)])
+    target = np.asarray(names["target"]).reshape(-1)
+    assert target[target < 64 * 16].tolist() == own.tolist()
+
+
 def test_the_numbers_of_the_tree_of_thoughts_are_those_of_its_result_file():
     figures = json.loads((ROOT / "benchmarks/results/tree_of_thoughts.json").read_text())
     rows = [
