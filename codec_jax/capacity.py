@@ -1,8 +1,5 @@
 """Capacities: the sizes that arrays are padded to, so that small changes keep compiled code valid."""
 
-#: Node slots come in groups of this many: kernels look at one node in each thread of a warpgroup.
-NODE_GROUP = 128
-
 
 def bucket(size: int, least: int = 8) -> int:
     """Return the smallest of 2^i and 1.5 x 2^i that holds `size`, and `least` at the least: under 50% is padding."""

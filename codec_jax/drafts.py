@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Int
 
 from codec_jax.arrays import HostOrDevice
 from codec_jax.pages import NO_SLOT
+from pallas_kernels.columns import Segment
 
 if TYPE_CHECKING:
     from codec_jax.forest import Forest
@@ -164,7 +165,8 @@ def readers_of_tokens(drafts: DraftTrees, forest: Forest, plan: Plan) -> Int[Arr
 
 def _first_row_of_blocks(plan: Plan) -> Int[Array, " blocks"]:
     """Return the first row of the first tile of each block's stream."""
-    tile, lo, hi = plan.segments[:, 0], plan.segments[:, 3], plan.segments[:, 5]
+    segment = Segment(*plan.segments.T)
+    tile, lo, hi = segment.tile, segment.lo, segment.hi
     blocks = plan.pages.shape[0]
     # A stream begins where some segment begins, so the last segment that begins at or before a block has its tile.
     begins = jnp.full(blocks, -1, jnp.int32).at[jnp.where(hi > lo, lo, blocks)].set(tile, mode="drop")

@@ -27,10 +27,11 @@ from jaxtyping import Int
 
 from codec_jax import checks, edits
 from codec_jax.arrays import HostOrDevice, Integers
-from codec_jax.capacity import NODE_GROUP, bucket
+from codec_jax.capacity import bucket
 from codec_jax.order import FREE, NO_NODE, depth_first
 from codec_jax.pages import NO_SLOT, PagePool
 from codec_jax.prefixes import shared_pages, shared_runs
+from pallas_kernels.columns import NODE_GROUP
 
 #: The length of a leaf whose `extend` could not be honoured: no plan allows it, so attention returns NaN.
 _IMPOSSIBLE = np.int32(1 << 28)

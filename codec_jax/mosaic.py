@@ -27,7 +27,7 @@ def why_not(query: Array, key_pages: Array, plan: Plan) -> str | None:
         return f"it takes bfloat16 or float16, the same for all, got {query.dtype} and {key_pages.dtype}"
     if plan.head_dim not in LARGE:
         return f"it takes head sizes {', '.join(map(str, LARGE))}, got {plan.head_dim}"
-    tile_rows, block = Packing.of(plan.group, TILE_ROWS).tile_rows, plan.pages.shape[1] * plan.slot_tokens
+    tile_rows, block = Packing.of(plan.group).tile_rows, plan.block_tokens
     if plan.tile_rows != tile_rows or plan.lanes != 2 or config_of(plan.head_dim, block) is None:
         blocks = sorted({configs[plan.head_dim].block_tokens for configs in (LARGE, SMALL)})
         return (
@@ -51,7 +51,7 @@ def attend(
     All are NaN where the plan does not hold; the output is 0 for free request slots. Query tokens are causal among
     themselves unless `readers_of_tokens` says which rows see which token (`codec_jax.drafts`).
     """
-    config = config_of(plan.head_dim, plan.pages.shape[1] * plan.slot_tokens)
+    config = config_of(plan.head_dim, plan.block_tokens)
     assert config is not None
     arrays = query, key_pages, value_pages, forest, plan, readers_of_tokens
     return _attend(*arrays, scale=scale, stages=config.stages)
@@ -72,7 +72,7 @@ def _attend(
 ) -> tuple[Array, Array, Array]:
     from pallas_kernels import pac_mosaic, por_mosaic
 
-    packing = Packing.of(plan.group, TILE_ROWS)
+    packing = Packing.of(plan.group)
     causal = None
     if plan.query_tokens > 1 and readers_of_tokens is None:
         positions = jnp.pad(rows.positions(forest, plan).reshape(-1), (0, TILE_ROWS))

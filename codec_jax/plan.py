@@ -28,8 +28,9 @@ from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.schedule import schedule
 from codec_jax.streams import Rows, pages_of_streams
+from pallas_kernels.columns import Page, Segment
 from pallas_kernels.config import config_for
-from pallas_kernels.packing import TILE_ROWS, Packing
+from pallas_kernels.packing import Packing
 
 
 class Tiling(NamedTuple):
@@ -49,7 +50,7 @@ class Tiling(NamedTuple):
         device = jax.devices()[0]
         if device.platform == "gpu":
             config = config_for(head_dim, num_tokens * num_kv_heads / device.core_count)
-            tile_rows = Packing.of(group, TILE_ROWS).tile_rows
+            tile_rows = Packing.of(group).tile_rows
             return cls(device.core_count, tile_rows, block_tokens=config.block_tokens if config else 128, lanes=2)
         return cls(num_ctas=16, tile_rows=16, block_tokens=256, lanes=1)
 
@@ -59,12 +60,10 @@ class Tiling(NamedTuple):
 class Plan:
     """Blocks, segments and merge lists for one forest and head layout; made by `make_plan`."""
 
-    # The pages of the blocks: page, node, index within the node of the page's first token, and the query rows that
-    # read it, counted from the first row of the segment's first tile: first + (last + 1 << 16). 0 rows where unused.
+    # The pages of the blocks, columns of `Page`; 0 rows read it where unused.
     pages: Int[HostOrDevice, "blocks slots 4"]
-    # Segments in the order in which thread blocks run them: two tiles (the same, if the segment is narrow), kv head,
-    # blocks [lo, masked) that all rows see in full and [masked, hi) that need a mask, and
-    # the partial and the unit of each tile.
+    # Segments in the order in which thread blocks run them, columns of `Segment`: blocks [lo, masked) are seen in full
+    # by all rows, [masked, hi) need a mask.
     segments: Int[HostOrDevice, "segments 10"]
     # What each thread block runs: its first segment, the one after its last, and, to save it round trips to memory,
     # the fields of the first and the page ids of its first block.
@@ -93,6 +92,11 @@ class Plan:
     def group(self) -> int:
         """Q heads per kv head (G)."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def block_tokens(self) -> int:
+        """KV tokens of a block."""
+        return self.pages.shape[1] * self.slot_tokens
 
     @property
     def cta_ptr(self) -> Int[HostOrDevice, " num_ctas+1"]:
@@ -214,7 +218,8 @@ def make_plan(
     rank = np.arange(len(streams.stream)) - (np.cumsum(stream_pages) - stream_pages)[streams.stream]
     pages = np.zeros((capacity, slots, 4), np.int32)
     place = stream_ptr[streams.stream] * slots + rank
-    for column, values in enumerate((streams.page, streams.node, streams.token, streams.lo + (streams.hi << 16))):
+    fields = Page(page_id=streams.page, node=streams.node, token=streams.token, readers=streams.lo + (streams.hi << 16))
+    for column, values in enumerate(fields):
         pages.reshape(-1, 4)[place, column] = values
 
     unmasked = np.bincount(streams.stream[~streams.masked], minlength=len(streams.tile)) // slots
@@ -233,11 +238,22 @@ def make_plan(
     num_streams, num_pairs = rows.num_tiles * num_kv_heads, int(wide.sum())
     capacity_of_cuts = num_streams + num_pairs * num_kv_heads + tiling.num_ctas
     num_partials = capacity_of_cuts + (num_pairs * num_kv_heads + tiling.num_ctas) * (tiling.lanes - 1)
-    tiles = np.stack([streams.tile[cut.stream], streams.other_tile[cut.stream]], 1)
-    partials, merge_ptr = _partials(tiles, cut.head, num_kv_heads, num_streams, num_partials)
-    masked = np.clip((stream_ptr[:-1] + unmasked)[cut.stream], cut.lo, cut.hi)
-    segments = np.zeros((capacity_of_cuts, 10), np.int32)
-    segments[: len(cut.lo)] = np.column_stack([tiles, cut.head, cut.lo, masked, cut.hi, partials, tile_unit[tiles]])
+    tile, other_tile = streams.tile[cut.stream], streams.other_tile[cut.stream]
+    partials, merge_ptr = _partials(np.stack([tile, other_tile], 1), cut.head, num_kv_heads, num_streams, num_partials)
+    columns = Segment(
+        tile=tile,
+        other_tile=other_tile,
+        head=cut.head,
+        lo=cut.lo,
+        masked=np.clip((stream_ptr[:-1] + unmasked)[cut.stream], cut.lo, cut.hi),
+        hi=cut.hi,
+        partial=partials[:, 0],
+        other_partial=partials[:, 1],
+        unit=tile_unit[tile],
+        other_unit=tile_unit[other_tile],
+    )
+    segments = np.zeros((capacity_of_cuts, len(Segment._fields)), np.int32)
+    segments[: len(cut.lo)] = np.stack(columns, axis=1)
     return Plan(
         pages=pages,
         segments=segments,
@@ -268,7 +284,7 @@ def _runs(
 ) -> Int[np.ndarray, "num_ctas 12+slots"]:
     """List what each thread block begins with."""
     first = segments[np.minimum(cta_ptr[:-1], len(segments) - 1)]
-    page_ids = pages[first[:, 3], :, 0]
+    page_ids = Page(*np.moveaxis(pages[Segment(*first.T).lo], -1, 0)).page_id
     return np.column_stack([cta_ptr[:-1], cta_ptr[1:], first, page_ids]).astype(np.int32)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from codec_jax.arrays import expand
+from pallas_kernels.columns import Page, Segment
 
 if TYPE_CHECKING:
     from codec_jax.plan import Plan
@@ -109,12 +110,12 @@ def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:
     """
     cta_ptr = np.asarray(plan.cta_ptr)
     segments, pages = np.asarray(plan.segments)[: cta_ptr[-1]], np.asarray(plan.pages)
-    wide = segments[:, 0] != segments[:, 1]
-    lo, masked, hi = segments[:, 3:6].T
+    columns = Segment(*segments.T)
+    wide, lo, masked, hi = columns.is_wide, columns.lo, columns.masked, columns.hi
     effective = masked - lo + _MASKED_FACTOR * (hi - masked)
     segment, nth = expand((hi - lo)[wide])
-    _, node, _, readers = pages[lo[wide][segment] + nth].reshape(-1, 4).T
-    unique_wide = np.asarray(plan.most_length)[np.unique(node[readers > 0])].sum() / (pages.shape[1] * plan.slot_tokens)
+    page = Page(*pages[lo[wide][segment] + nth].reshape(-1, 4).T)
+    unique_wide = np.asarray(plan.most_length)[np.unique(page.node[page.readers > 0])].sum() / plan.block_tokens
     in_wide, in_narrow = (effective[which].sum() / plan.num_kv_heads for which in (wide, ~wide))
     cost = effective * np.where(wide, _WIDE_COST, _narrow_cost(in_wide, in_narrow, unique_wide)) + _SEGMENT_COST
     return np.diff(np.concatenate([[0], np.cumsum(cost)])[cta_ptr])

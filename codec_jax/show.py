@@ -21,6 +21,7 @@ from codec_jax.forest import Forest
 from codec_jax.order import FREE, depths
 from codec_jax.plan import Plan
 from codec_jax.schedule import loads
+from pallas_kernels.columns import Page, Segment
 
 MOST_LINES = 60
 _LEAST_CHAIN = 4  # nodes that share a line
@@ -192,20 +193,21 @@ def _drawn(tree: _Tree, below: dict[int, list[_Item]], shown: dict[int, int]) ->
 def _plan_lines(plan: Plan) -> list[str]:
     load, cta_ptr = loads(plan), plan.cta_ptr
     segments = plan.segments[: cta_ptr[-1]]
-    lo, masked, hi = segments[:, 3:6].T
-    is_wide = segments[:, 0] != segments[:, 1]
-    counts = np.stack([np.ones(len(lo)), is_wide * (hi - lo), ~is_wide * (hi - lo), hi - masked], 1).astype(np.int64)
+    segment = Segment(*segments.T)
+    wide, blocks = segment.is_wide, segment.hi - segment.lo
+    counts = np.stack([np.ones(len(blocks)), wide * blocks, ~wide * blocks, segment.hi - segment.masked], 1)
+    counts = counts.astype(np.int64)
     by_cta = np.diff(np.pad(np.cumsum(counts, 0), ((1, 0), (0, 0)))[cta_ptr], axis=0)
-    tiles = np.unique(segments[:, :2], axis=0)
-    wide_streams = int((tiles[:, 0] != tiles[:, 1]).sum())
+    streams = np.unique(np.stack([segment.tile, segment.other_tile]), axis=1)
+    wide_streams = int((streams[0] != streams[1]).sum())
     _, wide, narrow, with_mask = by_cta.sum(0)
     read, unique = _tokens_read(plan)
     mean = load.mean()
     lines = [
         f"plan: {plan.num_q_heads} q heads, {_count(plan.num_kv_heads, 'kv head')}, head size {plan.head_dim}, "
         f"{_count(plan.query_tokens, 'query token')}, {_count(plan.num_tiles, 'tile')} of {plan.tile_rows} rows, "
-        f"blocks of {plan.pages.shape[1] * plan.slot_tokens} tokens",
-        f"for each kv head: {_count(wide_streams, 'wide stream')}, {len(tiles) - wide_streams:,} narrow; "
+        f"blocks of {plan.block_tokens} tokens",
+        f"for each kv head: {_count(wide_streams, 'wide stream')}, {streams.shape[1] - wide_streams:,} narrow; "
         f"{read:,} KV tokens read, {unique:,} unique" + (f", {read / unique:.2f}x" if unique else ""),
         f"in all: {_count(len(segments), 'segment')}, {_count(int(plan.merge_ptr[-1]), 'partial')}, "
         f"{wide:,} wide and {narrow:,} narrow blocks; {with_mask:,} of both are masked",
@@ -231,8 +233,8 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 def _tokens_read(plan: Plan) -> tuple[int, int]:
     """Count the tokens of all streams, at the lengths planned for, and those of them that are different."""
-    _, node, token, readers = plan.pages.reshape(-1, 4).T
-    page = np.stack([node, token], 1)[readers > 0]
+    pages = Page(*plan.pages.reshape(-1, 4).T)
+    page = np.stack([pages.node, pages.token], 1)[pages.readers > 0]
 
     def tokens(page: Int[np.ndarray, "pages 2"]) -> int:
         node, token = page.T

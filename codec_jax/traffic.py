@@ -9,6 +9,7 @@ from jaxtyping import Int
 
 from codec_jax.forest import Forest
 from codec_jax.plan import Plan
+from pallas_kernels.columns import Page
 
 
 @dataclass(frozen=True)
@@ -64,5 +65,5 @@ def count_pass(forest: Forest, plan: Plan) -> Traffic:
 
 def _pages(plan: Plan) -> tuple[Int[np.ndarray, " pages"], Int[np.ndarray, " pages"]]:
     """Return the node of each page of each stream, and the index within the node of its first token."""
-    _, node, token, readers = plan.pages.reshape(-1, 4).T
-    return node[readers > 0], token[readers > 0]
+    page = Page(*plan.pages.reshape(-1, 4).T)
+    return page.node[page.readers > 0], page.token[page.readers > 0]

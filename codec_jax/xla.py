@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from codec_jax.forest import Forest
 from codec_jax.partial import Partial, pac, por, por_segments
 from codec_jax.plan import Plan
+from pallas_kernels.columns import Page, Segment
 
 
 def attend(
@@ -38,29 +39,38 @@ def attend(
     num_ctas = last_segment.shape[0]
     row = jnp.arange(lanes * num_rows, dtype=jnp.int32)  # of both tiles, if segments have two lanes
 
+    def fields_of(segment: Array) -> Segment:
+        """The fields of one segment for each thread block, [C] each."""
+        return Segment(*plan.segments[jnp.minimum(segment, num_segments - 1)].T)
+
     def block_mask(block: Array, position: Array) -> Array:
         """Which rows see which tokens of each thread block's block: [C, L x R, S]."""
         if readers_of_tokens is not None:
             readers = readers_of_tokens[block][:, None]  # [C, 1, S]
             return (row[:, None] >= readers & 0xFFFF) & (row[:, None] < readers >> 16)
-        _, node, first, readers = jnp.moveaxis(plan.pages[block], -1, 0)  # [C, slots]
-        token = first[..., None] + jnp.arange(plan.slot_tokens, dtype=jnp.int32)  # [C, slots, slot_tokens]
-        in_node = token < forest.length[node][..., None]
+        page = Page(*jnp.moveaxis(plan.pages[block], -1, 0))  # [C, slots]
+        token = page.token[..., None] + jnp.arange(plan.slot_tokens, dtype=jnp.int32)  # [C, slots, slot_tokens]
+        in_node = token < forest.length[page.node][..., None]
         # A token past its node's end has an empty interval of readers.
-        lo, hi = readers[..., None] & 0xFFFF, jnp.where(in_node, readers[..., None] >> 16, 0)
+        readers = page.readers[..., None]
+        lo, hi = readers & 0xFFFF, jnp.where(in_node, readers >> 16, 0)
         lo, hi = (jnp.broadcast_to(x, token.shape).reshape(num_ctas, 1, -1) for x in (lo, hi))
         mask = (row[:, None] >= lo) & (row[:, None] < hi)
         if plan.query_tokens > 1:
-            token_position = (forest.start[node][..., None] + token).reshape(num_ctas, 1, -1)
+            token_position = (forest.start[page.node][..., None] + token).reshape(num_ctas, 1, -1)
             mask &= token_position <= position[..., None]
         return mask
 
     def step(carry: tuple) -> tuple:
         segment, block, running, done = carry
         working = segment < last_segment  # [C]
-        fields = plan.segments[jnp.minimum(segment, num_segments - 1)]  # [C, 8]
-        tiles, head, end, partials = fields[:, :lanes], fields[:, 2], fields[:, 5], fields[:, 6 : 6 + lanes]
-        page = plan.pages[block, :, 0]  # [C, slots]
+        fields = fields_of(segment)
+        head = fields.head
+        tiles, partials = (
+            jnp.stack(of_lanes[:lanes], axis=1)  # [C, L]
+            for of_lanes in ((fields.tile, fields.other_tile), (fields.partial, fields.other_partial))
+        )
+        page = Page(*jnp.moveaxis(plan.pages[block], -1, 0)).page_id  # [C, slots]
         rows, tokens = (num_ctas, lanes * num_rows), (num_ctas, -1, head_dim)
         partial = pac(
             query[tiles, head[:, None]].reshape(*rows, head_dim),
@@ -71,7 +81,7 @@ def attend(
         )
         running = por(running, partial)
         # Where a segment ends, its partials are stored and the lane starts afresh with the next one.
-        ends = block + 1 == end
+        ends = block + 1 == fields.hi
         target = jnp.where((working & ends)[:, None], partials, plan.num_partials)  # [C, L]
 
         def store(stored: Array, new: Array) -> Array:
@@ -84,14 +94,13 @@ def attend(
             running,
         )
         segment = jnp.where(ends, segment + 1, segment)
-        next_block = plan.segments[jnp.minimum(segment, num_segments - 1), 3]
-        block = jnp.where(ends, next_block, block + 1)
+        block = jnp.where(ends, fields_of(segment).lo, block + 1)
         return segment, jnp.where(working, block, 0), running, done
 
     first = plan.cta_ptr[:-1]
     carry = (
         first,
-        plan.segments[jnp.minimum(first, num_segments - 1), 3],
+        fields_of(first).lo,
         Partial.empty((num_ctas, lanes * num_rows), head_dim),
         Partial.empty((plan.num_partials, num_rows), head_dim),
     )

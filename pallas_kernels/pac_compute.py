@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret
+from pallas_kernels.columns import Segment
 from pallas_kernels.compat import load, transposed
-from pallas_kernels.pac_pipeline import LANES, Pipeline, Segment
+from pallas_kernels.pac_pipeline import LANES, Pipeline
 from pallas_kernels.packing import TILE_ROWS
 
 _HIDDEN = -1e30  # the score of a token that a row does not see
-_LOWEST = -1e20  # the least maximum of a row: exp2(_HIDDEN - _LOWEST) is 0, not 1
+#: The least maximum of a row: exp2(_HIDDEN - LOWEST) is 0, not 1.
+LOWEST = -1e20
 
 
 class _State(NamedTuple):
@@ -122,7 +124,7 @@ def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked
         scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))  # [64, block]
     _release(segment, scratch.keys_free, slot)
     scores = _hide(pipeline, share, slot, scores) if masked else scores
-    row_max = jnp.maximum(jnp.maximum(state.max, scores.max(axis=1) * sizes.factor), _LOWEST)  # [64]
+    row_max = jnp.maximum(jnp.maximum(state.max, scores.max(axis=1) * sizes.factor), LOWEST)  # [64]
     fade = jnp.exp2(state.max - row_max)
     weights = jnp.exp2(scores * sizes.factor - _spread(row_max, sizes.block))  # [64, block]
     accs = [acc * _spread(fade, sizes.columns) for acc in state.accs]

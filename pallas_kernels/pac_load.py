@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret
-from pallas_kernels.pac_pipeline import Page, Pipeline, Segment
+from pallas_kernels.columns import Page, Segment
+from pallas_kernels.pac_pipeline import Pipeline
 
 _Ids = tuple[jax.Array, ...]
 

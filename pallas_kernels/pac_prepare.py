@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret
+from pallas_kernels.columns import Page, Segment
 from pallas_kernels.compat import load
-from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Page, Pipeline, Segment, Sizes
+from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Pipeline, Sizes
 
 _UNITS_AT_ONCE = 8  # loads in flight while gathering
 _THREAD = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)  # a token for each thread

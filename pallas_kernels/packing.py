@@ -17,10 +17,10 @@ class Packing(NamedTuple):
     units: int
 
     @classmethod
-    def of(cls, group: int, most_rows: int) -> "Packing":
-        """Pack as many rows as a tile of `most_rows` holds without splitting a unit."""
-        rows = max(size for size in range(1, most_rows + 1) if group % size == 0)
-        return cls(group=group, rows_of_unit=rows, units=most_rows // rows)
+    def of(cls, group: int) -> "Packing":
+        """Pack as many rows as a tile holds without splitting a unit."""
+        rows = max(size for size in range(1, TILE_ROWS + 1) if group % size == 0)
+        return cls(group=group, rows_of_unit=rows, units=TILE_ROWS // rows)
 
     @property
     def tile_rows(self) -> int:

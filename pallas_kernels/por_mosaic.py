@@ -18,16 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.columns import NODE_GROUP
 from pallas_kernels.compat import load, store
 from pallas_kernels.interpret import store_tile, tile_shape, view_unit, view_units
+from pallas_kernels.pac_compute import LOWEST
 from pallas_kernels.packing import TILE_ROWS, Packing
-
-#: Nodes are checked in groups of one for each thread.
-NODE_GROUP = 128
 
 _COLUMNS = 16  # of the head, for one thread block
 _UNROLL = 16  # partials in flight
-_LOWEST = -1e20
 _LN2 = 0.6931471805599453
 
 
@@ -135,7 +133,7 @@ def por(
 
         carry = (
             plgpu.layout_cast(jnp.full((TILE_ROWS, _COLUMNS), 0, jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((TILE_ROWS,), _LOWEST, jnp.float32), rows),
+            plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), rows),
             plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), rows),
         )
         wrong = wrong_lengths()

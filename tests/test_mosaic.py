@@ -36,7 +36,7 @@ def plan_of(forest: Forest, heads: Heads, **options: int) -> Plan:
     """Plan as for an H200, on any machine; forests of up to PAGES pages and one tile or a few share a compilation."""
     sizes = {
         "num_ctas": 132,
-        "tile_rows": Packing.of(heads.q // heads.kv, TILE_ROWS).tile_rows,
+        "tile_rows": Packing.of(heads.q // heads.kv).tile_rows,
         "block_tokens": LARGE.get(heads.dim, LARGE[128]).block_tokens,
         "lanes": 2,
         "block_capacity": 256,
