@@ -27,7 +27,7 @@ from codec_jax.capacity import bucket
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.schedule import schedule
-from codec_jax.streams import Rows, pages_of_streams
+from codec_jax.streams import Rows, blocks_of_streams, extents_of_streams
 from pallas_kernels.columns import Page, Segment
 from pallas_kernels.config import config_for
 from pallas_kernels.packing import Packing
@@ -207,39 +207,37 @@ def make_plan(
     )
     slot_tokens, slots = block_slots(forest.page_size, tiling.block_tokens)
     most_length = _most_length(forest, steps)
-    streams = pages_of_streams(forest, most_length, rows, slot_tokens=slot_tokens, steps=steps, pairs=tiling.lanes == 2)
+    streams = extents_of_streams(
+        forest, most_length, rows, slot_tokens=slot_tokens, steps=steps, pairs=tiling.lanes == 2
+    )
 
-    # Blocks: each stream's pages in groups of `slots`; padding slots keep an empty row interval.
-    stream_pages = np.bincount(streams.stream, minlength=len(streams.tile))
-    stream_blocks = -(-stream_pages // slots)
-    stream_ptr = np.concatenate([[0], np.cumsum(stream_blocks)])
+    # Blocks: each stream's pages in groups of `slots`.
+    wide, num_streams = streams.wide, len(streams.tile)
+    stream_pages = np.bincount(streams.stream, streams.pages, num_streams).astype(np.int64)
+    stream_ptr = np.concatenate([[0], np.cumsum(-(-stream_pages // slots))])
     num_blocks = int(stream_ptr[-1])
     capacity = block_capacity if 0 < block_capacity >= num_blocks else bucket(num_blocks)
-    rank = np.arange(len(streams.stream)) - (np.cumsum(stream_pages) - stream_pages)[streams.stream]
-    pages = np.zeros((capacity, slots, 4), np.int32)
-    place = stream_ptr[streams.stream] * slots + rank
-    fields = Page(page_id=streams.page, node=streams.node, token=streams.token, readers=streams.lo + (streams.hi << 16))
-    for column, values in enumerate(fields):
-        pages.reshape(-1, 4)[place, column] = values
+    pages = blocks_of_streams(forest, streams, stream_ptr, slots=slots, slot_tokens=slot_tokens, capacity=capacity)
 
-    unmasked = np.bincount(streams.stream[~streams.masked], minlength=len(streams.tile)) // slots
-    wide = streams.tile != streams.other_tile
-    wide_nodes = np.unique(streams.node[wide[streams.stream]])
+    full_pages = np.bincount(streams.stream, np.where(streams.masked, 0, streams.pages), num_streams)
+    unmasked = full_pages.astype(np.int64) // slots
+    in_wide = np.zeros(forest.node_capacity, bool)
+    in_wide[streams.node[wide[streams.stream]]] = True
     cut = schedule(
         stream_ptr,
         unmasked,
         wide,
-        float(most_length[wide_nodes].sum()) / (slots * slot_tokens),
+        float(most_length[in_wide].sum()) / (slots * slot_tokens),
         num_kv_heads=num_kv_heads,
         num_ctas=tiling.num_ctas,
     )
     tile_unit = _tile_units(forest, rows)
     # Every segment leaves one partial for each of its tiles.
-    num_streams, num_pairs = rows.num_tiles * num_kv_heads, int(wide.sum())
-    capacity_of_cuts = num_streams + num_pairs * num_kv_heads + tiling.num_ctas
+    num_merges, num_pairs = rows.num_tiles * num_kv_heads, int(wide.sum())
+    capacity_of_cuts = num_merges + num_pairs * num_kv_heads + tiling.num_ctas
     num_partials = capacity_of_cuts + (num_pairs * num_kv_heads + tiling.num_ctas) * (tiling.lanes - 1)
     tile, other_tile = streams.tile[cut.stream], streams.other_tile[cut.stream]
-    partials, merge_ptr = _partials(np.stack([tile, other_tile], 1), cut.head, num_kv_heads, num_streams, num_partials)
+    partials, merge_ptr = _partials(np.stack([tile, other_tile], 1), cut.head, num_kv_heads, num_merges, num_partials)
     columns = Segment(
         tile=tile,
         other_tile=other_tile,

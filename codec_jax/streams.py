@@ -1,4 +1,4 @@
-"""Streams: the KV pages that each row tile, or each pair of row tiles, reads.
+"""Streams: the KV pages that each row tile, or each pair of row tiles, reads, and the blocks that they make up.
 
 A narrow stream serves one row tile. A wide stream serves two neighbouring tiles and holds the pages that both read, so
 that those are loaded once for both. Every (row, KV token) that is visible is in exactly one stream.
@@ -13,10 +13,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from codec_jax.arrays import expand
 from codec_jax.forest import Forest
+from pallas_kernels.columns import Page
 
 #: Pages for fewer KV tokens than this stay in the narrow streams of the two tiles: a stream has fixed costs.
 LEAST_WIDE_TOKENS = 8192
@@ -32,21 +33,28 @@ class Rows(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """Pages by stream, unmasked pages first; wide streams come before narrow ones."""
+    """Extents, consecutive pages of one node in one stream: stream by stream, those without a mask first.
+
+    Wide streams come before narrow ones. A page here holds `slot_tokens` tokens: a page of the pool, or a part of one.
+    """
 
     tile: Int[np.ndarray, " streams"]  # the first tile
     other_tile: Int[np.ndarray, " streams"]  # the second tile of a wide stream, else the first again
-    # Of each page of each stream. A page here holds `slot_tokens` tokens: a page of the pool, or a part of one.
-    stream: Int[np.ndarray, " pages"]
-    masked: Int[np.ndarray, " pages"]  # whether some row of the stream does not see all of its tokens
-    page: Int[np.ndarray, " pages"]
-    node: Int[np.ndarray, " pages"]
-    token: Int[np.ndarray, " pages"]  # index within the node of its first token
-    lo: Int[np.ndarray, " pages"]  # rows that read it, counted from the first row of the stream's first tile
-    hi: Int[np.ndarray, " pages"]
+    stream: Int[np.ndarray, " extents"]
+    masked: Bool[np.ndarray, " extents"]  # whether some row of the stream does not see all of its tokens
+    node: Int[np.ndarray, " extents"]
+    first: Int[np.ndarray, " extents"]  # index within the node of its first page
+    pages: Int[np.ndarray, " extents"]  # at least 1
+    lo: Int[np.ndarray, " extents"]  # rows that read it, counted from the first row of the stream's first tile
+    hi: Int[np.ndarray, " extents"]
+
+    @property
+    def wide(self) -> Bool[np.ndarray, " streams"]:
+        """Which streams serve two tiles."""
+        return self.tile != self.other_tile
 
 
-def pages_of_streams(
+def extents_of_streams(
     forest: Forest,
     most_length: Int[np.ndarray, " nodes"],
     rows: Rows,
@@ -73,31 +81,81 @@ def pages_of_streams(
     used_rows = int(forest.active.sum()) * rows.per_request
     stream_hi = np.minimum((other_tile + 1) * rows.of_tile, used_rows)
 
-    entry, nth_page = expand(node_pages[source])
-    node, lo, hi, stream = node[source][entry], lo[source][entry], hi[source][entry], stream[entry]
-    token = nth_page * slot_tokens
-    full = (token + slot_tokens <= forest.length[node]) & (lo <= stream_lo[stream]) & (hi >= stream_hi[stream])
-    visible = np.ones(len(stream), bool)
+    # The pages that all rows see in full are the first of a node, and so are those that some row may see at all.
+    node, lo, hi = node[source], lo[source], hi[source]
+    count, full = node_pages[source], forest.length[node] // slot_tokens
     if rows.query_tokens > 1:
         least, most = _positions_of_tiles(forest, rows)
-        first = forest.start[node] + token
-        full &= first + slot_tokens <= np.minimum(least[tile], least[other_tile])[stream]
-        visible = first - np.maximum(most[tile], most[other_tile])[stream] <= steps
-    order = np.argsort(stream * 2 + ~full, kind="stable")
-    order = order[visible[order]]
-    per_page = forest.page_size // slot_tokens
-    entries = forest.page_offset[node] + nth_page // per_page
+        start = forest.start[node]
+        full = np.minimum(full, (np.minimum(least[tile], least[other_tile])[stream] - start) // slot_tokens)
+        visible = (np.maximum(most[tile], most[other_tile])[stream] + steps - start) // slot_tokens + 1
+        count = np.clip(visible, 0, count)
+    full = np.where((lo <= stream_lo[stream]) & (hi >= stream_hi[stream]), np.clip(full, 0, count), 0)
+
+    counts = np.stack([full, count - full])
+    order = np.argsort(np.stack([stream * 2, stream * 2 + 1]).reshape(-1), kind="stable")
+    order = order[counts.reshape(-1)[order] > 0]
+    masked, extent = np.divmod(order, len(node)) if len(node) else (order, order)
+    stream = stream[extent]
     return Streams(
         tile=tile,
         other_tile=other_tile,
-        stream=stream[order],
-        masked=~full[order],
-        page=(forest.pages[entries] * per_page + nth_page % per_page)[order],
-        node=node[order],
-        token=token[order],
-        lo=np.maximum(lo - stream_lo[stream], 0)[order],
-        hi=np.minimum(hi - stream_lo[stream], width[stream])[order],
+        stream=stream,
+        masked=masked.astype(bool),
+        node=node[extent],
+        first=np.where(masked, full[extent], 0),
+        pages=counts.reshape(-1)[order],
+        lo=np.maximum(lo[extent] - stream_lo[stream], 0),
+        hi=np.minimum(hi[extent] - stream_lo[stream], width[stream]),
     )
+
+
+def blocks_of_streams(
+    forest: Forest,
+    streams: Streams,
+    stream_ptr: Int[np.ndarray, " streams+1"],
+    *,
+    slots: int,
+    slot_tokens: int,
+    capacity: int,
+) -> Int[np.ndarray, "capacity slots 4"]:
+    """Lay the pages of every stream out in blocks of `slots` pages, columns of `Page`.
+
+    Stream s gets blocks [stream_ptr[s], stream_ptr[s + 1]); the last of them is filled up with pages of 0 rows.
+    """
+    per_page = forest.page_size // slot_tokens
+    blocks = np.zeros((capacity, slots, len(Page._fields)), np.int32)
+    if not len(streams.stream):
+        return blocks
+    # The last extent of a stream goes on through what is left of its last block, which is cleared afterwards.
+    last = np.append(np.flatnonzero(np.diff(streams.stream)), len(streams.stream) - 1)
+    end = np.cumsum(streams.pages)
+    used = np.diff(end[last], prepend=0)  # pages of each stream that has any
+    spare = -used % slots
+    count = streams.pages.copy()
+    count[last] += spare
+    begin = np.cumsum(count) - count
+    # Columns hold what each would be at slot 0 of all; pages count up from there.
+    page = Page(
+        page_id=forest.page_offset[streams.node] * per_page + streams.first - begin,
+        node=streams.node,
+        token=(streams.first - begin) * slot_tokens,
+        readers=streams.lo + (streams.hi << 16),
+    )
+    total = int(begin[-1] + count[-1])
+    flat = blocks.reshape(-1, len(Page._fields))[:total]
+    flat[:] = np.repeat(np.stack(page, axis=1).astype(np.int32), count, axis=0)
+    number = np.arange(total, dtype=np.int32)
+    columns = Page(*flat.T)
+    entry = columns.page_id + number
+    if per_page > 1:
+        entry, part = np.divmod(entry, per_page)
+    found = forest.pages.take(entry, mode="clip")
+    columns.page_id[:] = found * per_page + part if per_page > 1 else found
+    columns.token[:] += number * np.int32(slot_tokens)
+    group, nth = expand(spare)
+    flat[(begin + count)[last][group] - 1 - nth] = 0
+    return blocks
 
 
 def _streams_of_nodes(
