@@ -15,6 +15,7 @@ and by words: `nodes` and `entries` of a forest, `num_pages` and `page_size` of 
 """
 
 from codec_jax import attention, flash_decoding, latent, partial
+from codec_jax.cost import CostModel
 from codec_jax.drafts import DraftTrees
 from codec_jax.errors import OutOfPagesError, OutOfSlotsError, PlanError
 from codec_jax.forest import Forest
@@ -23,6 +24,7 @@ from codec_jax.plan import Plan, make_plan
 from codec_jax.show import show
 
 __all__ = [
+    "CostModel",
     "DraftTrees",
     "Forest",
     "KVPages",

@@ -24,9 +24,11 @@ from jaxtyping import Array, Bool, Int
 from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
 from codec_jax.capacity import bucket
+from codec_jax.cost import CostModel, Layout
+from codec_jax.division import Policy, divide
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
-from codec_jax.schedule import schedule
+from codec_jax.schedule import Work
 from codec_jax.streams import Rows, blocks_of_streams, extents_of_streams
 from pallas_kernels.columns import Page, Segment
 from pallas_kernels.config import config_for
@@ -76,6 +78,7 @@ class Plan:
     least_length: Int[HostOrDevice, " nodes"]
     most_length: Int[HostOrDevice, " nodes"]
     structure: Int[HostOrDevice, ""]
+    waiting: Int[HostOrDevice, ""]  # of `cost.Estimate`, to say what thread blocks were expected to take
 
     page_size: int = field(metadata={"static": True})
     slot_tokens: int = field(metadata={"static": True})  # of a page of `pages`: long pages are cut to fit a block
@@ -87,6 +90,7 @@ class Plan:
     tile_rows: int = field(metadata={"static": True})
     lanes: int = field(metadata={"static": True})
     num_partials: int = field(metadata={"static": True})  # that segments have room for
+    cost_model: CostModel = field(metadata={"static": True})
 
     @property
     def group(self) -> int:
@@ -155,6 +159,8 @@ def make_plan(
     block_tokens: int | None = None,
     lanes: int | None = None,
     block_capacity: int = 0,
+    cost_model: CostModel | None = None,
+    policy: Policy = "cut",
 ) -> Plan:
     """Plan attention over a forest on the host (paper, section 5: task division and scheduling).
 
@@ -172,8 +178,13 @@ def make_plan(
       lanes: row tiles that may share a segment, 1 or 2; defaults to what suits the device.
       block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; a plan that needs
         more is padded to the next bucket.
+      cost_model: what thread blocks take for their work, for this head layout and page size; defaults to what was
+        measured on the device (`CostModel.default`).
+      policy: how streams are divided: "cut" into contiguous runs, "mixed", as the "paper" does, or into that many
+        equal slices each (see `codec_jax.division`).
 
-    Raises ValueError for numbers that do not fit together, TypeError for a forest that lives on a device.
+    Raises ValueError for numbers that do not fit together, or a cost model for another layout or GPU; TypeError for a
+    forest that lives on a device.
     """
     if not forest.is_host:
         raise TypeError("forest: expected NumPy arrays, got arrays on a device; plan with the host's forest")
@@ -205,6 +216,9 @@ def make_plan(
         of_tile=tiling.tile_rows,
         num_tiles=-(-forest.request_capacity * rows_per_request // tiling.tile_rows),
     )
+    layout = Layout(num_q_heads, num_kv_heads, head_dim, forest.page_size)
+    model = CostModel.default(layout) if cost_model is None else cost_model
+    model.check_layout(layout)
     slot_tokens, slots = block_slots(forest.page_size, tiling.block_tokens)
     most_length = _most_length(forest, steps)
     streams = extents_of_streams(
@@ -223,19 +237,25 @@ def make_plan(
     unmasked = full_pages.astype(np.int64) // slots
     in_wide = np.zeros(forest.node_capacity, bool)
     in_wide[streams.node[wide[streams.stream]]] = True
-    cut = schedule(
-        stream_ptr,
-        unmasked,
-        wide,
-        float(most_length[in_wide].sum()) / (slots * slot_tokens),
+    work = Work(
+        stream_ptr=stream_ptr,
+        unmasked=unmasked,
+        wide=wide,
+        unique_wide=float(most_length[in_wide].sum()) / (slots * slot_tokens),
+        block_tokens=slots * slot_tokens,
         num_kv_heads=num_kv_heads,
         num_ctas=tiling.num_ctas,
     )
+    estimate = work.estimate(model)
+    cut = divide(work, estimate, policy)
     tile_unit = _tile_units(forest, rows)
-    # Every segment leaves one partial for each of its tiles.
-    num_merges, num_pairs = rows.num_tiles * num_kv_heads, int(wide.sum())
-    capacity_of_cuts = num_merges + num_pairs * num_kv_heads + tiling.num_ctas
-    num_partials = capacity_of_cuts + (num_pairs * num_kv_heads + tiling.num_ctas) * (tiling.lanes - 1)
+    # Every segment leaves one partial for each of its tiles. Contiguous cuts keep within bounds, others may not.
+    num_merges, wide_stretches = rows.num_tiles * num_kv_heads, int(wide.sum()) * num_kv_heads
+    num_segments, needed = len(cut.lo), len(cut.lo) + int(np.count_nonzero(wide[cut.stream]))
+    capacity_of_cuts = num_merges + wide_stretches + tiling.num_ctas
+    num_partials = capacity_of_cuts + (wide_stretches + tiling.num_ctas) * (tiling.lanes - 1)
+    capacity_of_cuts = capacity_of_cuts if num_segments <= capacity_of_cuts else bucket(num_segments)
+    num_partials = num_partials if needed <= num_partials else bucket(needed)
     tile, other_tile = streams.tile[cut.stream], streams.other_tile[cut.stream]
     partials, merge_ptr = _partials(np.stack([tile, other_tile], 1), cut.head, num_kv_heads, num_merges, num_partials)
     columns = Segment(
@@ -251,17 +271,18 @@ def make_plan(
         other_unit=tile_unit[other_tile],
     )
     segments = np.zeros((capacity_of_cuts, len(Segment._fields)), np.int32)
-    segments[: len(cut.lo)] = np.stack(columns, axis=1)
+    segments[:num_segments] = np.stack(columns, axis=1)
     return Plan(
         pages=pages,
         segments=segments,
-        runs=_runs(cut.cta_ptr, segments, pages),
+        runs=list_runs(cut.cta_ptr, segments, pages),
         merge_ptr=merge_ptr.astype(np.int32),
         tile_unit=tile_unit.astype(np.int32),
         used_rows=np.asarray([forest.active.sum() * rows_per_request], np.int32),
         least_length=forest.length,
         most_length=most_length,
         structure=forest.structure,
+        waiting=np.asarray(estimate.waiting, np.int32),
         page_size=forest.page_size,
         slot_tokens=slot_tokens,
         request_capacity=forest.request_capacity,
@@ -272,10 +293,11 @@ def make_plan(
         tile_rows=tiling.tile_rows,
         lanes=tiling.lanes,
         num_partials=num_partials,
+        cost_model=model,
     )
 
 
-def _runs(
+def list_runs(
     cta_ptr: Int[np.ndarray, " num_ctas+1"],
     segments: Int[np.ndarray, "segments 10"],
     pages: Int[np.ndarray, "blocks slots 4"],

@@ -13,23 +13,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from codec_jax.arrays import expand
-from pallas_kernels.columns import Page, Segment
+from codec_jax.cost import CostModel, Estimate
+from pallas_kernels.columns import Segment
 
 if TYPE_CHECKING:
     from codec_jax.plan import Plan
 
-# Time of one block of 128 KV tokens, in units of the time in which a thread block's share of the memory bandwidth
-# brings it. Estimates until costs are measured per device: a wide block is bound by arithmetic; a narrow block waits
-# for memory, but not when others that compute leave it more bandwidth.
-_WIDE_COST = 1.1
-_NARROW_COST = 0.75
-_MASKED_FACTOR = 1.1  # masks cost a few instructions per score
-_SEGMENT_COST = 2.0  # a segment loads query tiles and writes partials that POR reads again
 #: Thread blocks that a wide stream must keep busy to have them to itself.
 _LEAST_TEAM = 8
+
+
+class Work(NamedTuple):
+    """The blocks of all streams, and who works on them."""
+
+    stream_ptr: Int[np.ndarray, " streams+1"]  # stream s has blocks [stream_ptr[s], stream_ptr[s + 1]), in each kv head
+    unmasked: Int[np.ndarray, " streams"]  # how many of its first blocks need no mask
+    wide: Bool[np.ndarray, " streams"]  # wide streams come first
+    unique_wide: float  # blocks of wide streams, those of several streams counted once
+    block_tokens: int
+    num_kv_heads: int
+    num_ctas: int
+
+    @property
+    def blocks(self) -> Int[np.ndarray, " streams"]:
+        """Blocks of each stream."""
+        return np.diff(self.stream_ptr)
+
+    def estimate(self, model: CostModel) -> Estimate:
+        """Return what blocks and segments cost beside each other."""
+        masked = self.blocks - self.unmasked
+        narrow, wide = (
+            (float(self.unmasked[which].sum()), float(masked[which].sum())) for which in (~self.wide, self.wide)
+        )
+        return Estimate.of(model, self.block_tokens, narrow, wide, self.unique_wide)
 
 
 class Schedule(NamedTuple):
@@ -42,96 +60,72 @@ class Schedule(NamedTuple):
     cta_ptr: Int[np.ndarray, " num_ctas+1"]  # thread block c runs segments [cta_ptr[c], cta_ptr[c + 1])
 
 
-def schedule(
-    stream_ptr: Int[np.ndarray, " streams+1"],
-    unmasked: Int[np.ndarray, " streams"],
-    wide: Int[np.ndarray, " streams"],
-    unique_wide: float,
-    *,
-    num_kv_heads: int,
-    num_ctas: int,
-) -> Schedule:
-    """Cut streams into segments.
+class Line(NamedTuple):
+    """Streams end to end: for every stream, one stretch a kv head, along which cost adds up."""
 
-    Args:
-      stream_ptr: stream s has blocks [stream_ptr[s], stream_ptr[s + 1]), for every kv head.
-      unmasked: how many of its first blocks need no mask.
-      wide: whether it is wide; wide streams come first.
-      unique_wide: blocks of wide streams, those of several streams counted once.
-      num_kv_heads: K.
-      num_ctas: thread blocks.
-    """
-    blocks = np.diff(stream_ptr)
-    used = np.flatnonzero(blocks)
-    blocks, unmasked, wide = blocks[used], unmasked[used], wide[used]
-    effective = unmasked + _MASKED_FACTOR * (blocks - unmasked)
-    in_wide, in_narrow = effective[wide].sum(), effective[~wide].sum()
-    unit = np.where(wide, _WIDE_COST, _narrow_cost(in_wide, in_narrow, unique_wide))
+    work: Work
+    stream: Int[np.ndarray, " stretches"]
+    unit: Float[np.ndarray, "stretches 2"]  # cost of an unmasked and of a masked block
+    opening: Float[np.ndarray, " stretches"]  # cost before the first block
+    cost: Float[np.ndarray, " stretches"]
 
-    # One line: for every stream, one stretch a kv head.
-    line_stream = np.repeat(np.arange(len(used)), num_kv_heads)
-    line_cost = (effective * unit + _SEGMENT_COST)[line_stream]
-    line_end = np.cumsum(line_cost)
-    line_base = np.concatenate([[0], np.cumsum(blocks[line_stream])])  # blocks before each stretch
-    cuts = _cuts(
-        np.bincount(line_stream[np.repeat(wide, num_kv_heads)], line_cost[np.repeat(wide, num_kv_heads)]),
-        line_end[-1] if len(used) else 0.0,
-        num_ctas,
-    )
+    @classmethod
+    def of(cls, work: Work, estimate: Estimate, streams: Int[np.ndarray, " some"]) -> Line:
+        """Lay some streams end to end; those without blocks are left out."""
+        streams = streams[work.blocks[streams] > 0]
+        wide, unmasked = work.wide[streams].astype(np.int64), work.unmasked[streams]
+        unit, opening = estimate.block_us[wide], estimate.segment_us(wide)
+        cost = opening + unmasked * unit[:, 0] + (work.blocks[streams] - unmasked) * unit[:, 1]
+        heads = work.num_kv_heads
+        return cls(work, np.repeat(streams, heads), *(np.repeat(x, heads, axis=0) for x in (unit, opening, cost)))
 
-    # Where each cut falls: its stretch, then the block within it; cuts are counted in blocks from here on.
-    at = np.minimum(np.searchsorted(line_end, cuts, side="right"), max(len(line_end) - 1, 0))
-    if not len(used):
+    def cut(self, cuts: Float[np.ndarray, " cuts"]) -> tuple[Schedule, Int[np.ndarray, " segments"]]:
+        """Cut the line at positions counted in cost, rounded to whole blocks.
+
+        Returns the segments, in order, and for each of them how many cuts lie at or before its begin.
+        """
+        work, count = self.work, len(self.stream)
         nothing = np.zeros(0, np.int64)
-        return Schedule(nothing, nothing, nothing, nothing, np.zeros(num_ctas + 1, np.int64))
-    of = line_stream[at]
-    inside = (cuts - (line_end - line_cost)[at] - _SEGMENT_COST) / unit[of]
-    block = np.where(inside <= unmasked[of], inside, unmasked[of] + (inside - unmasked[of]) / _MASKED_FACTOR)
-    cut = line_base[at] + np.clip(np.rint(block), 0, blocks[of]).astype(np.int64)
+        if not count:
+            return Schedule(nothing, nothing, nothing, nothing, np.zeros(len(cuts) + 2, np.int64)), nothing
+        end = np.cumsum(self.cost)
+        blocks = work.blocks[self.stream]
+        base = np.concatenate([[0], np.cumsum(blocks)])  # blocks before each stretch
+        # Where each cut falls: its stretch, then the block within it; cuts are counted in blocks from here on.
+        at = np.minimum(np.searchsorted(end, cuts, side="right"), count - 1)
+        full, unit = work.unmasked[self.stream[at]], self.unit[at]
+        inside = cuts - (end - self.cost)[at] - self.opening[at]
+        beyond = inside - full * unit[:, 0]
+        block = np.where(beyond <= 0, inside / unit[:, 0], full + beyond / unit[:, 1])
+        cut = base[at] + np.clip(np.rint(block), 0, blocks[at]).astype(np.int64)
 
-    bounds = np.unique(np.concatenate([line_base, cut]))
-    begin, end = bounds[:-1], bounds[1:]
-    stretch = np.searchsorted(line_base, begin, side="right") - 1
-    stream = line_stream[stretch]
-    shift = stream_ptr[used[stream]] - line_base[stretch]  # from blocks of the line to blocks of the streams
-    return Schedule(
-        stream=used[stream],
-        head=stretch % num_kv_heads,
-        lo=begin + shift,
-        hi=end + shift,
-        cta_ptr=np.concatenate([[0], np.searchsorted(begin, cut), [len(begin)]]),
-    )
-
-
-def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:
-    """Estimate what the run of each thread block of a plan costs, with the costs by which `schedule` cut it.
-
-    The unit is the time in which a thread block's share of the memory bandwidth brings one block.
-    """
-    cta_ptr = np.asarray(plan.cta_ptr)
-    segments, pages = np.asarray(plan.segments)[: cta_ptr[-1]], np.asarray(plan.pages)
-    columns = Segment(*segments.T)
-    wide, lo, masked, hi = columns.is_wide, columns.lo, columns.masked, columns.hi
-    effective = masked - lo + _MASKED_FACTOR * (hi - masked)
-    segment, nth = expand((hi - lo)[wide])
-    page = Page(*pages[lo[wide][segment] + nth].reshape(-1, 4).T)
-    unique_wide = np.asarray(plan.most_length)[np.unique(page.node[page.readers > 0])].sum() / plan.block_tokens
-    in_wide, in_narrow = (effective[which].sum() / plan.num_kv_heads for which in (wide, ~wide))
-    cost = effective * np.where(wide, _WIDE_COST, _narrow_cost(in_wide, in_narrow, unique_wide)) + _SEGMENT_COST
-    return np.diff(np.concatenate([[0], np.cumsum(cost)])[cta_ptr])
+        bounds = np.sort(np.concatenate([base, cut]))
+        bounds = bounds[np.append(True, bounds[1:] > bounds[:-1])]
+        begin, past = bounds[:-1], bounds[1:]
+        stretch = np.searchsorted(base, begin, side="right") - 1
+        stream = self.stream[stretch]
+        shift = work.stream_ptr[stream] - base[stretch]  # from blocks of the line to blocks of the streams
+        cta_ptr = np.concatenate([[0], np.searchsorted(begin, cut), [len(begin)]])
+        segments = Schedule(stream, stretch % work.num_kv_heads, begin + shift, past + shift, cta_ptr)
+        return segments, np.searchsorted(cut, begin, side="right")
 
 
-def _narrow_cost(in_wide: float, in_narrow: float, unique_wide: float) -> float:
-    """Return what a narrow block costs beside so many blocks of each kind: what fills the time that the whole takes."""
-    total = max(unique_wide + in_narrow, in_wide * _WIDE_COST + in_narrow * _NARROW_COST)
-    return float(np.clip((total - in_wide * _WIDE_COST) / max(in_narrow, 1), _NARROW_COST, 1.0))
+def cut(work: Work, estimate: Estimate) -> Schedule:
+    """Cut all streams, laid end to end, into one contiguous run for each thread block."""
+    line = Line.of(work, estimate, np.arange(len(work.wide)))
+    return line.cut(even_cuts(line))[0]
 
 
-def _cuts(wide_cost: Float[np.ndarray, " wide"], total: float, num_ctas: int) -> Float[np.ndarray, " num_ctas-1"]:
-    """Return where on the line of costs the runs of thread blocks 1, 2, ... begin."""
+def even_cuts(line: Line) -> Float[np.ndarray, " num_ctas-1"]:
+    """Return where on the line the runs of thread blocks 1, 2, ... begin, such that all cost about as much."""
+    num_ctas, total = line.work.num_ctas, float(line.cost.sum())
+    # A wide stream is a group: its stretches in all kv heads, which follow each other.
+    wide_cost = line.cost[line.work.wide[line.stream]].reshape(-1, line.work.num_kv_heads).sum(1)
     share = total / num_ctas
     small = wide_cost < _LEAST_TEAM * share
     alone = int(np.argmax(small)) if small.any() else len(wide_cost)
+    if not alone:
+        return share * np.arange(1, num_ctas)
     groups = np.append(wide_cost[:alone], total - wide_cost[:alone].sum())
     # The lightest load that fits: every group rounds up to whole thread blocks, and equal groups get equally many.
     loads = share * np.linspace(1.0, 1.5, 101)[:, None]
@@ -144,3 +138,12 @@ def _cuts(wide_cost: Float[np.ndarray, " wide"], total: float, num_ctas: int) ->
     rest = num_ctas - int(ctas.sum())
     cuts.append(base + (total - base) * np.arange(1, rest) / rest)
     return np.concatenate(cuts)[: num_ctas - 1]
+
+
+def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:
+    """Estimate how long each thread block of a plan takes by the plan's cost model, in microseconds."""
+    cta_ptr = np.asarray(plan.cta_ptr)
+    segments = Segment(*np.asarray(plan.segments)[: cta_ptr[-1]].T)
+    estimate = Estimate(plan.cost_model, plan.block_tokens, int(plan.waiting))
+    cost = estimate.segments(segments.is_wide, segments.masked - segments.lo, segments.hi - segments.masked)
+    return np.diff(np.concatenate([[0], np.cumsum(cost)])[cta_ptr])

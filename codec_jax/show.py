@@ -213,7 +213,7 @@ def _plan_lines(plan: Plan) -> list[str]:
         f"{wide:,} wide and {narrow:,} narrow blocks; {with_mask:,} of both are masked",
         f"load of {_count(len(load), 'thread block')}: mean {mean:.1f}, least {load.min():.1f}, most {load.max():.1f}"
         + (f", {load.max() / mean:.3f}x the mean" if mean else "")
-        + "; 1 is the time of reading a block",
+        + ", in microseconds",
         "",
         f"{'thread blocks':<13}  {'mean █, most ░':<{_BAR_WIDTH}}  {'least':>7} {'mean':>7} {'most':>7}"
         f"  {'segments':>8} {'wide':>7} {'narrow':>7} {'masked':>7}",

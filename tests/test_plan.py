@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from costs import cost_model
 from forests import ancestry, page_sizes, trees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from codec_jax import Forest, PagePool, Plan, PlanError, make_plan, streams
+from codec_jax.cost import Layout
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 TILING = {"num_ctas": 3, "tile_rows": 8, "block_tokens": 32}
@@ -59,6 +61,7 @@ def cases(draw):
         "tile_rows": draw(st.sampled_from([5, 8, 16, 24, 63])),
         "block_tokens": draw(st.sampled_from([1, 16, 32, 48, 128])),
         "lanes": draw(st.sampled_from([1, 2, 2])),
+        "policy": draw(st.sampled_from(["cut", "cut", "mixed", "paper", 1, 3])),
     }
     return Case(forest, pool, options, draw(st.sampled_from([1, 1, 60])))
 
@@ -357,7 +360,10 @@ def test_tiles_know_where_in_the_query_they_begin_if_their_rows_are_consecutive_
 def test_thread_blocks_get_equal_numbers_of_blocks_when_there_is_enough_work(tree, hundreds, num_ctas, tile_rows):
     lengths = [16 * n + length for n, length in zip(hundreds, tree.length, strict=False)]
     forest = Forest.from_nodes(tree.parent, lengths, tree.leaf, page_size=16)
-    plan = make_plan(forest, **HEADS, num_ctas=num_ctas, tile_rows=tile_rows, block_tokens=32, lanes=1)
+    # A segment costs as much as 1.5 blocks that come from memory.
+    model = cost_model(Layout(**HEADS, page_size=16), block_tokens=32, segment=2.0, merge=1.0)
+    sizes = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": 32, "lanes": 1}
+    plan = make_plan(forest, **HEADS, **sizes, cost_model=model)
     blocks = plan.segments[:, 5] - plan.segments[:, 3]
     loads = np.diff(np.concatenate([[0], np.cumsum(blocks)])[plan.cta_ptr])
     assume(loads.sum() >= 8 * num_ctas)

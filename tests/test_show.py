@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from costs import cost_model
 from forests import Tree, readers, trees
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from benchmarks import planning
 from benchmarks.workloads import Workload, degenerate, k_ary, random_lengths
 from codec_jax import Forest, PagePool, make_plan, show
 from codec_jax import schedule as costs
+from codec_jax.cost import Layout
 
 
 @pytest.fixture
@@ -169,46 +171,43 @@ def test_slots_of_retired_nodes_and_requests_are_free(shown):
 # ---------------------------------------------------------------------- plans
 
 
-@pytest.fixture
-def fixed_costs(monkeypatch):
-    for name, value in {"_WIDE_COST": 1.1, "_NARROW_COST": 0.75, "_MASKED_FACTOR": 1.1, "_SEGMENT_COST": 2.0}.items():
-        monkeypatch.setattr(costs, name, value)
-
-
-def test_a_plan_is_shown_with_the_load_of_its_thread_blocks(shown, fixed_costs):
+def test_a_plan_is_shown_with_the_load_of_its_thread_blocks(shown):
     forest = Forest.from_nodes([-1, 0, 0], [32, 5, 8], [1, 2], page_size=8)
     sizes = {"num_ctas": 4, "tile_rows": 16, "block_tokens": 16, "lanes": 1}
-    plan = make_plan(forest, num_q_heads=4, num_kv_heads=2, head_dim=16, **sizes)
-    # Two blocks of the root, one of both leaves that needs a mask, for each of two heads: 2 + 1.1, and 2 a segment.
-    # Each head's 5.1 are cut at 2.55, after 0.55 blocks of the first segment: after one block.
+    # A block of 16 tokens takes 2 us from memory, all of which is waited for, and a segment 1 us.
+    model = cost_model(Layout(4, 2, 16, 8), block_tokens=16, segment=0.75, merge=0.25)
+    plan = make_plan(forest, num_q_heads=4, num_kv_heads=2, head_dim=16, cost_model=model, **sizes)
+    # Two blocks of the root, and one of both leaves whose mask costs less than the wait, for each of two heads.
+    # Each head's 7 us are cut at 3.5, after 1.25 blocks of the first segment: after one block.
     assert (
         shown(plan)
         == """\
 plan: 4 q heads, 2 kv heads, head size 16, 1 query token, 1 tile of 16 rows, blocks of 16 tokens
 for each kv head: 0 wide streams, 1 narrow; 45 KV tokens read, 45 unique, 1.00x
 in all: 4 segments, 4 partials, 0 wide and 6 narrow blocks; 2 of both are masked
-load of 4 thread blocks: mean 3.5, least 3.0, most 4.1, 1.155x the mean; 1 is the time of reading a block
+load of 4 thread blocks: mean 4.0, least 3.0, most 5.0, 1.250x the mean, in microseconds
 
 thread blocks  mean █, most ░                    least    mean    most  segments    wide  narrow  masked
-0              ██████████████████████              3.0     3.0     3.0         1       0       1       0
-1              ██████████████████████████████      4.1     4.1     4.1         1       0       2       1
-2              ██████████████████████              3.0     3.0     3.0         1       0       1       0
-3              ██████████████████████████████      4.1     4.1     4.1         1       0       2       1
+0              ██████████████████                  3.0     3.0     3.0         1       0       1       0
+1              ██████████████████████████████      5.0     5.0     5.0         1       0       2       1
+2              ██████████████████                  3.0     3.0     3.0         1       0       1       0
+3              ██████████████████████████████      5.0     5.0     5.0         1       0       2       1
 """
     )
 
 
 @pytest.mark.parametrize(
-    ("leaf_blocks", "narrow_cost"),
-    # Reading 128 blocks of the root and 2 x n of the leaves takes 128 + 2n, multiplying 128 x 1.1 + 2n x 0.75.
-    [(1, 0.75), (50, (228 - 140.8) / 100), (250, (628 - 140.8) / 500)],
+    "leaf_blocks",
+    [1, 50],
 )
-def test_narrow_blocks_cost_what_the_wide_ones_leave_of_the_time(leaf_blocks, narrow_cost, fixed_costs, shown):
+def test_a_pair_that_reads_alone_waits_for_memory_as_narrow_streams_do(leaf_blocks, shown):
     # A tile for each of two requests: the pair reads the root.
     forest = Forest.from_nodes([-1, 0, 0], [128 * 128, leaf_blocks * 128, leaf_blocks * 128], [1, 2])
     sizes = {"tile_rows": 8, "block_tokens": 128, "lanes": 2}
-    plan = make_plan(forest, num_q_heads=16, num_kv_heads=2, head_dim=16, num_ctas=1, **sizes)
-    expected = 2 * (128 * 1.1 + 2 * leaf_blocks * narrow_cost + 3 * 2.0)
+    model = cost_model(Layout(16, 2, 16, 16))
+    plan = make_plan(forest, num_q_heads=16, num_kv_heads=2, head_dim=16, num_ctas=1, cost_model=model, **sizes)
+    # All wait for memory, as there is nothing else to do meanwhile.
+    expected = 2 * (128 * 2.0 + 2 * leaf_blocks * 2.0 + 3 * 3.0 + 4 * 0.5)
     np.testing.assert_allclose(costs.loads(plan), [expected], rtol=1e-6)
     text = shown(plan)
     read = 128 * (128 + 2 * leaf_blocks)
@@ -222,15 +221,20 @@ def test_narrow_blocks_cost_what_the_wide_ones_leave_of_the_time(leaf_blocks, na
     st.sampled_from([1, 5, 30]),
     st.sampled_from([1, 2]),
     st.sampled_from([8, 4096]),
+    st.sampled_from(["cut", "mixed", "paper", 3]),
 )
-def test_thread_blocks_share_the_load_of_one_and_pay_for_every_further_segment(tree, tokens, ctas, lanes, repeat):
+def test_thread_blocks_share_the_load_of_one_and_pay_for_every_further_segment(
+    tree, tokens, ctas, lanes, repeat, policy
+):
     # Long nodes make wide streams.
     forest = Forest.from_nodes(tree.parent, [n * repeat // 8 for n in tree.length], tree.leaf, page_size=8)
     sizes = {"tile_rows": 8, "block_tokens": 64, "lanes": lanes, "query_tokens": tokens}
-    one, many = (make_plan(forest, num_q_heads=4, num_kv_heads=2, head_dim=16, num_ctas=n, **sizes) for n in (1, ctas))
-    load, further = costs.loads(many), int(many.cta_ptr[-1] - one.cta_ptr[-1])
+    sizes |= {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "cost_model": cost_model(Layout(4, 2, 16, 8))}
+    one, many = make_plan(forest, num_ctas=1, **sizes), make_plan(forest, num_ctas=ctas, policy=policy, **sizes)
+    load = costs.loads(many)
     assert load.shape == (ctas,)
-    np.testing.assert_allclose(load.sum(), costs.loads(one)[0] + further * costs._SEGMENT_COST)
+    further = int(many.cta_ptr[-1] - one.cta_ptr[-1]) * 3.0 + int(many.merge_ptr[-1] - one.merge_ptr[-1]) * 0.5
+    np.testing.assert_allclose(load.sum(), costs.loads(one)[0] + further)
     assert ((load > 0) == (np.diff(many.cta_ptr) > 0)).all()
 
 
@@ -256,7 +260,7 @@ def test_large_plans_are_balanced_by_the_loads_that_are_shown(workload, shown):
 def test_a_plan_without_work_is_shown(shown):
     text = shown(make_plan(Forest.from_nodes([-1], [0], [0]), num_q_heads=1, num_kv_heads=1, head_dim=8, num_ctas=2))
     assert "0 segments, 0 partials" in text
-    assert "load of 2 thread blocks: mean 0.0, least 0.0, most 0.0;" in text
+    assert "load of 2 thread blocks: mean 0.0, least 0.0, most 0.0, in microseconds" in text
 
 
 def test_forests_and_plans_on_a_device_look_the_same(shown):
