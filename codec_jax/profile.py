@@ -1,0 +1,313 @@
+"""Measure what thread blocks of the GPU take for their work, for `make_plan` to plan with.
+
+    python -m codec_jax.profile [--heads 32/8] [--head-dim 128] [--page-size 16] [--json PATH]
+
+Every time is that of the kernels of one `forest_attention` call in which each thread block has the same work: one
+segment of so many rows and tokens. Prints the table of the paper (Table 3: n_q by n) and writes it where `make_plan`
+looks for it, and to PATH. Takes a minute or two on a Hopper GPU that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from codec_jax import streams
+from codec_jax.attention import forest_attention
+from codec_jax.cost import CostModel, Layout, file_name, user_folder
+from codec_jax.forest import Forest
+from codec_jax.plan import Plan, block_slots, make_plan
+from pallas_kernels.columns import Segment
+from pallas_kernels.config import LARGE
+from pallas_kernels.packing import TILE_ROWS, Packing
+
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+MASKED_TOKENS = 8192
+REPEATS = 9
+_FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
+
+
+class Task(NamedTuple):
+    """What every thread block does in one measurement."""
+
+    tiles: int  # row tiles of a segment: 1, narrow, or 2, wide
+    tokens: int  # of a segment
+    cached: bool = False  # all thread blocks read the same K and V in each kv head
+    masked: bool = False  # every block needs a mask
+    segments: int = 1  # of each thread block
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        of_each = "1 segment" if self.segments == 1 else f"{self.segments} segments"
+        origin = "the same for all" if self.cached else "their own"
+        return (
+            f"{of_each} of {self.tiles * TILE_ROWS:3} rows x {self.tokens:5} tokens, {origin}{', masked' * self.masked}"
+        )
+
+
+#: Segments of as many tokens as one of the grid, which shows what the further ones cost.
+SEVERAL = {tiles: Task(tiles, 1024, segments=4) for tiles in (1, 2)}
+MASKED = Task(1, MASKED_TOKENS, cached=True, masked=True)
+GRID = [Task(tiles, tokens, cached) for tiles in (1, 2) for cached in (False, True) for tokens in TOKENS]
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", default="32/8", help="q heads / kv heads")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--json", type=Path, help="write the table there too")
+    arguments = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+    layout = Layout(*_heads(arguments.heads), arguments.head_dim, arguments.page_size)
+    if layout.num_q_heads > TILE_ROWS * layout.num_kv_heads or layout.head_dim not in LARGE:
+        parser.error(
+            f"expected at most {TILE_ROWS} q heads for a kv head and a head size of {list(LARGE)}, got {layout}"
+        )
+    device = jax.devices()[0]
+    clock = Clock(layout, device.core_count)
+    times: dict[Task, float] = {}
+    for task in tqdm([*GRID, MASKED, *SEVERAL.values()], unit="measurement"):
+        try:
+            times[task] = clock.measure(task)
+        except Exception as error:
+            tqdm.write(f"{task}: {type(error).__name__}: {str(error).strip()[:300]}", file=sys.stderr)
+        else:
+            tqdm.write(f"{task}: {times[task]:.2f} us")
+    try:
+        model = fit(times, layout, device.device_kind, idle=device.core_count / busy(layout, device.core_count))
+    except ValueError as error:
+        sys.exit(f"failed: {error}; nothing was written")
+    print(table(model))
+    found = Path(user_folder()) / file_name(model.device, layout)
+    for path in filter(None, (found, arguments.json)):
+        model.save(path)
+        print(f"written to {path}")
+
+
+def _heads(text: str) -> tuple[int, int]:
+    q_heads, kv_heads = map(int, text.split("/"))
+    return q_heads, kv_heads
+
+
+# ---------------------------------------------------------------------- what is measured
+
+
+def busy(layout: Layout, core_count: int) -> int:
+    """Return how many thread blocks work: every node has one stream in each kv head."""
+    return max(1, core_count // layout.num_kv_heads) * layout.num_kv_heads
+
+
+def forest_of(task: Task, layout: Layout, num_ctas: int) -> Forest:
+    """Build a forest whose streams are the task's segments for so many thread blocks.
+
+    There is a node for each tile or pair of tiles, or one for all of them. The requests that fill the tiles end there,
+    so that it does not grow and all rows see all tokens. Where masks are wanted, a chain of nodes that fill half a slot
+    of a block each takes the place of a node, so that every slot needs one.
+    """
+    requests = task.tiles * Packing.of(layout.num_q_heads // layout.num_kv_heads).units  # of a tile or pair
+    nodes = num_ctas // layout.num_kv_heads * task.segments
+    if task.masked:
+        slot_tokens, _ = block_slots(layout.page_size, LARGE[layout.head_dim].block_tokens)
+        chain = task.tokens // slot_tokens
+        length, leaves = [slot_tokens // 2] * chain, [chain - 1] * (requests * nodes)
+        return Forest.from_nodes(list(range(-1, chain - 1)), length, leaves, page_size=layout.page_size)
+    if task.cached:
+        return Forest.from_nodes([-1], [task.tokens], [0] * (requests * nodes), page_size=layout.page_size)
+    leaf = np.repeat(np.arange(nodes), requests)
+    return Forest.from_nodes([-1] * nodes, [task.tokens] * nodes, leaf, page_size=layout.page_size)
+
+
+def plan_of(task: Task, layout: Layout, num_ctas: int) -> tuple[Forest, Plan]:
+    """Plan such that every stream is one segment, of two tiles even where that is not worth its costs.
+
+    Raises RuntimeError if some thread block would have other work than the task.
+    """
+    forest = forest_of(task, layout, num_ctas)
+    with patch.object(streams, "LEAST_WIDE_TOKENS", 1 if task.tiles == 2 else sys.maxsize):
+        plan = make_plan(
+            forest,
+            num_q_heads=layout.num_q_heads,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            num_ctas=num_ctas,
+            tile_rows=Packing.of(layout.num_q_heads // layout.num_kv_heads).tile_rows,
+            block_tokens=LARGE[layout.head_dim].block_tokens,
+            lanes=2,
+            cost_model=CostModel.roofline(layout),
+            policy=1,
+        )
+    of_each = np.diff(plan.cta_ptr)
+    segments = Segment(*plan.segments[: plan.cta_ptr[-1]].T)
+    as_wanted = (of_each == task.segments).all() and (segments.is_wide == (task.tiles == 2)).all()
+    as_wanted &= ((segments.hi - segments.lo) * plan.block_tokens == task.tokens).all()
+    if not as_wanted or not (segments.masked == (segments.lo if task.masked else segments.hi)).all():
+        raise RuntimeError(f"{task}: expected the same work for all thread blocks, got a plan with other segments")
+    return forest, plan
+
+
+class Clock:
+    """Random K and V for every task, and the time of the kernels of a call on them."""
+
+    def __init__(self, layout: Layout, core_count: int) -> None:
+        """Draw as many pages as the largest task reads."""
+        self.layout, self.num_ctas = layout, busy(layout, core_count)
+        nodes = self.num_ctas // layout.num_kv_heads
+        num_pages = -(-max(TOKENS) // layout.page_size) * nodes
+        shape = (num_pages, layout.page_size, layout.num_kv_heads, layout.head_dim)
+        self.key, self.value = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
+        self.junk = jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)
+
+    def measure(self, task: Task) -> float:
+        """Return the median time of all kernels of a call in microseconds, the L2 cache flushed before each."""
+        forest, plan = plan_of(task, self.layout, self.num_ctas)
+        shape = (forest.request_capacity, 1, self.layout.num_q_heads, self.layout.head_dim)
+        query = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
+        arguments = jax.device_put((query, self.key, self.value, forest, plan))
+        attend = jax.jit(lambda *args: forest_attention(*args, implementation="mosaic"))
+        return kernel_us(lambda: attend(*arguments), lambda: _read(self.junk))
+
+
+@jax.jit
+def _read(values: jax.Array) -> jax.Array:
+    """Read an array, which fills the L2 cache with what nobody wants; writing would leave lines to be written back."""
+    return values.max()
+
+
+class _Programs(jax.stages.Wrapped):
+    """Several programs as one call, which the profiler must not compile into one."""
+
+    def __init__(self, *calls: Callable[[], object]) -> None:
+        self.calls = calls
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Call one after the other."""
+        results = [jax.block_until_ready(call()) for call in self.calls]
+        return results[-1]
+
+    def trace(self, *_: Any, **__: Any) -> Any:
+        """Refuse: there is no single program to trace."""
+        raise NotImplementedError("there are several programs")
+
+    lower = trace
+
+
+def kernel_us(call: Callable[[], object], flush: Callable[[], object]) -> float:
+    """Return the median time of the kernels of a call after a flush, which comes first and is not counted."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, alone = profiler.measure(_Programs(call), aggregate=False)()
+    if not alone:
+        raise RuntimeError("CUPTI: expected the kernels of a call, got none; run without another profiler")
+    _, runs = profiler.measure(_Programs(flush, call), aggregate=False, iterations=REPEATS)()
+    if not runs or any(len(run) <= len(alone) for run in runs):
+        raise RuntimeError("CUPTI: expected more kernels with a flush than without")
+    return 1e3 * statistics.median(sum(ms for _, ms in run[-len(alone) :]) for run in runs)
+
+
+# ---------------------------------------------------------------------- what it says
+
+
+def fit(times: Mapping[Task, float], layout: Layout, device: str, idle: float = 1.0) -> CostModel:
+    """Take calls, segments and partials off the times of the grid; what is left are rows over tokens.
+
+    Columns of which a time is missing are left out. `idle` is how many thread blocks the device has over how many
+    worked: with all of them, each would have so much less of the bandwidth. Raises ValueError if too much is missing.
+    """
+    tokens = [n for n in TOKENS if all(Task(tiles, n, cached) in times for tiles in (1, 2) for cached in (False, True))]
+    needed = [Task(tiles, several.tokens * several.segments) for tiles, several in SEVERAL.items()]
+    missing = [
+        task for task in (MASKED, MASKED._replace(masked=False), *SEVERAL.values(), *needed) if task not in times
+    ]
+    if missing or len(tokens) < 2:
+        raise ValueError(
+            f"times: expected {len(tokens)} of at least 2 columns, and {', '.join(map(str, missing)) or 'no more'}"
+        )
+
+    # What a further segment costs, with one partial and with two.
+    opening = {
+        tiles: (times[several] - times[whole]) / (several.segments - 1)
+        for (tiles, several), whole in zip(SEVERAL.items(), needed, strict=True)
+    }
+    merge = max(opening[2] - opening[1], 0.0)
+    segment = max(opening[1] - merge, 0.0)
+    # What a call without tokens would take, by the two least numbers of them.
+    first, second = (times[Task(1, n)] for n in tokens[:2])
+    empty = first - (second - first) * tokens[0] / (tokens[1] - tokens[0])
+    launch = max(min(empty - segment - merge, first), 0.0)
+
+    def grid(cached: bool) -> np.ndarray:
+        taken_off = launch + segment + merge * np.arange(1, 3)[:, None]
+        values = np.asarray([[times[Task(tiles, n, cached)] for n in tokens] for tiles in (1, 2)]) - taken_off
+        # Noise may not make more work take less time, nor work take none.
+        values = np.maximum(values, 1e-6 * np.asarray(tokens))
+        return np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
+
+    cached = grid(cached=True)
+    memory = np.maximum(cached, grid(cached=False) * idle)
+    plain = times[MASKED._replace(masked=False)] - launch
+    return CostModel(
+        device=device,
+        **layout._asdict(),
+        dtype="bfloat16",
+        rows=(TILE_ROWS, 2 * TILE_ROWS),
+        tokens=tuple(tokens),
+        memory_us=tuple(tuple(row) for row in memory.round(4).tolist()),
+        cached_us=tuple(tuple(row) for row in cached.round(4).tolist()),
+        masked=round(max((times[MASKED] - launch) / plain, 1.0), 4),
+        segment_us=round(segment, 4),
+        merge_us=round(merge, 4),
+        launch_us=round(launch, 4),
+        versions=versions(),
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """List the versions of what decides the times."""
+    found = [("python", platform.python_version())]
+    for package in ("codec-jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+        try:
+            found.append((package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+def table(model: CostModel) -> str:
+    """Lay the model out as the paper's Table 3: a line for each n_q, a column for each n; and what it has beside."""
+    lines = [
+        f"{model.device}, {model.num_q_heads} q heads, {model.num_kv_heads} kv heads, head size {model.head_dim}, "
+        f"{model.dtype}, page size {model.page_size}, {model.date}",
+        "microseconds of n_q rows over n KV tokens, all thread blocks busy",
+    ]
+    for title, values in (("K and V of their own", model.memory_us), ("the same K and V", model.cached_us)):
+        lines += ["", f"{title}", f"{'n_q':>6}  " + "".join(f"{n:>10}" for n in model.tokens)]
+        lines += [
+            f"{rows:>6}  " + "".join(f"{us:10.2f}" for us in row) for rows, row in zip(model.rows, values, strict=True)
+        ]
+    lines += [
+        "",
+        f"a segment {model.segment_us:.2f} us, a partial {model.merge_us:.2f} us, a call {model.launch_us:.2f} us; "
+        f"masks take {model.masked:.2f} x as long, cached",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
