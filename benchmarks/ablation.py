@@ -1,0 +1,227 @@
+"""Time forest_attention under other divisions of its work, and without sharing: what the planner is worth on a GPU.
+
+    python -m benchmarks.ablation --json benchmarks/results/ablation.json [--part NAME ...] [--trees PATH]
+
+    sharing     neither sharing nor division, the tree only, division only, both: on two trees of 200k tokens of context
+    fixed       every stream cut into 1, 2, 4, ..., 128 slices, and the default
+    policies    every policy of codec_jax.division on the paper's sweeps
+    predicted   the time that the plan's cost model predicts, on the paper's sweeps and on recorded trees (`--trees`)
+
+Kernel times as in benchmarks.attention, each result held to float32 attention before it is timed. A row that fails has
+no time and says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array
+from tqdm import tqdm
+
+from benchmarks.attention import bounds
+from benchmarks.inputs import Inputs, Layout, check, make_inputs, reference
+from benchmarks.recorded import recorded_trees
+from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
+from benchmarks.timing import kernel_time
+from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root
+from codec_jax import Plan, make_plan
+from codec_jax.attention import forest_attention
+from codec_jax.division import Policy
+from codec_jax.schedule import loads
+from codec_jax.traffic import count_pass
+
+#: Contexts of 200,000 tokens at most: all requests at the same depth, and one at every depth.
+DEEP = [
+    k_ary(2, 5, 40_000)._replace(name="balanced binary, 200k context"),
+    degenerate(8, 25_000)._replace(name="degenerate, 200k context"),
+]
+FIXED_FORESTS = [*DEEP, shared_root(120_000, 16, 2048), shared_root(120_000, 64, 2048), k_ary(2, 5, 1024)]
+FIXED = [1, 2, 4, 8, 16, 32, 64, 128]
+REPEATS = 15
+
+
+class Variant(NamedTuple):
+    """A way to plan."""
+
+    name: str
+    policy: Policy = "cut"
+    shared: bool = True
+
+
+SHARING = [
+    Variant("neither", policy=1, shared=False),
+    Variant("tree only", policy=1),
+    Variant("division only", shared=False),
+    Variant("both"),
+]
+DEFAULT = Variant("cut")
+PARTS = ("sharing", "fixed", "policies", "predicted")
+
+
+class Case(NamedTuple):
+    """A forest and the ways to plan for it."""
+
+    part: str
+    workload: Workload
+    variants: list[Variant]
+
+
+def main() -> None:
+    """Measure, write the rows and sum them up."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--trees", type=Path, help="recorded trees, for `predicted`")
+    parser.add_argument("--most-trees", type=int, default=20, help="of those recorded, evenly spread")
+    arguments = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+    trees = recorded_trees(arguments.trees, arguments.most_trees) if arguments.trees else []
+    cases = [case for part in arguments.part for case in cases_of(part, trees)]
+    rows = collect(cases, Layout(), arguments.json)
+    print(summary(rows))
+    failed = [f"{row['name']}, {row['variant']}" for row in rows if row["kernel_us"] is None]
+    if failed:
+        sys.exit(
+            f"failed: {'; '.join(failed)}. The rows are in {draft_of(arguments.json)}, {arguments.json} is as it was"
+        )
+    publish(arguments.json)
+
+
+def cases_of(part: str, trees: list[Workload]) -> list[Case]:
+    """List the forests of a part and the ways to plan for them."""
+    if part == "sharing":
+        return [Case(part, workload, SHARING) for workload in DEEP]
+    if part == "fixed":
+        fixed = [Variant(f"{n} slices" if n > 1 else "1 slice", policy=n) for n in FIXED]
+        return [Case(part, workload, [*fixed, DEFAULT]) for workload in FIXED_FORESTS]
+    if part == "policies":
+        variants = [DEFAULT, Variant("mixed", policy="mixed"), Variant("paper", policy="paper")]
+        return [Case(part, workload, variants) for workload in PAPER]
+    return [Case(part, workload, [DEFAULT]) for workload in [*PAPER, *trees]]
+
+
+def collect(cases: list[Case], layout: Layout, path: Path) -> list[dict]:
+    """Measure one case after another, keeping the draft of `path` up to date; what fails does not end it."""
+    rows: list[dict] = []
+    common = conditions(layout)
+    with tqdm(total=sum(len(case.variants) for case in cases), unit="plan") as bar:
+        for case in cases:
+            for row in measure(case, layout):
+                rows.append(row | common)
+                write_draft(rows, path)
+                bar.update()
+                tqdm.write(line(row))
+    return rows
+
+
+def measure(case: Case, layout: Layout) -> Iterator[dict]:
+    """Draw inputs once, then check and time every variant."""
+    workload = case.workload
+    names = [{"part": case.part, "name": workload.name, "variant": variant.name} for variant in case.variants]
+    prepared: list[tuple[Inputs, Array]] = []
+
+    def prepare() -> dict:
+        inputs = make_inputs(workload, layout)
+        prepared.append((inputs, reference(inputs)))
+        return bounds(workload, inputs, layout)
+
+    limits = attempt(prepare, "kernel_us", "error")
+    for name, variant in zip(names, case.variants, strict=True):
+        if not prepared:
+            yield name | limits
+            continue
+        inputs, expected = prepared[0]
+        yield limits | name | attempt(partial(measure_variant, variant, inputs, layout, expected), "kernel_us", "error")
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attend(*arrays: Array, implementation: str = "mosaic") -> Array:
+    """Call forest_attention; one compilation serves all plans of the same sizes."""
+    return forest_attention(*arrays, implementation=implementation)
+
+
+def measure_variant(
+    variant: Variant, inputs: Inputs, layout: Layout, expected: Array, implementation: str = "mosaic"
+) -> dict:
+    """Check and time one plan, and say what its cost model expects of it."""
+    call, plan, kv_tokens = planned_call(variant, inputs, layout, implementation)
+    error = check(call(), expected)
+    kernel_us, launches = kernel_time(call, REPEATS)
+    load = loads(plan)
+    return {
+        "kernel_us": kernel_us,
+        "launches": launches,
+        "predicted_us": float(load.max()) + plan.cost_model.launch_us,
+        "makespan_over_mean": float(load.max() / load.mean()),
+        "segments": int(plan.cta_ptr[-1]),
+        "partials": int(plan.merge_ptr[-1]),
+        "kv_bytes": kv_tokens * layout.kv_token_bytes,
+        "relative_error": error,
+        "costs": f"{plan.cost_model.device} {plan.cost_model.date}".strip(),
+    }
+
+
+def planned_call(
+    variant: Variant, inputs: Inputs, layout: Layout, implementation: str
+) -> tuple[Callable[[], Array], Plan, int]:
+    """Plan and put everything on the device; returns the call, its plan and the KV tokens that it reads."""
+    forest, *arrays = inputs
+    forest = forest if variant.shared else forest.unshared()
+    plan = make_plan(
+        forest,
+        num_q_heads=layout.num_q_heads,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        policy=variant.policy,
+    )
+    on_device = jax.device_put((*arrays, forest, plan))
+    return lambda: attend(*on_device, implementation=implementation), plan, count_pass(forest, plan).kv_tokens_read
+
+
+def line(row: dict) -> str:
+    """Show a row."""
+    title = f"{row['part']:<10} {row['name']:<36} {row['variant']:<14}"
+    if row["kernel_us"] is None:
+        return f"{title} {row['error']}"
+    return (
+        f"{title} {row['kernel_us']:9.1f} us  predicted {row['predicted_us']:9.1f}  "
+        f"most load {row['makespan_over_mean']:.3f} x mean  {row['kernel_us'] / row['roofline_us']:6.2f} x roofline"
+    )
+
+
+def summary(rows: list[dict]) -> str:
+    """Say how much each variant takes of the default's time, and how far off predictions are."""
+    lines = []
+    measured = [row for row in rows if row["kernel_us"]]
+    for part in PARTS:
+        of_part = [row for row in measured if row["part"] == part]
+        default = {row["name"]: row["kernel_us"] for row in of_part if row["variant"] in ("cut", "both")}
+        for variant in dict.fromkeys(row["variant"] for row in of_part):
+            times = [row["kernel_us"] / default[row["name"]] for row in of_part
+                     if row["variant"] == variant and row["name"] in default]  # fmt: skip
+            if times and variant not in ("cut", "both"):
+                lines.append(
+                    f"{part}: {variant} takes {statistics.geometric_mean(times):.3f} x the default over {len(times)} "
+                    f"forests, {min(times):.3f} x at least, {max(times):.3f} x at most"
+                )
+        errors = [
+            abs(row["predicted_us"] / row["kernel_us"] - 1) for row in of_part if row["variant"] in ("cut", "both")
+        ]
+        if errors:
+            lines.append(
+                f"{part}: predictions are {100 * statistics.median(errors):.1f}% off in the median of {len(errors)} "
+                f"forests, {100 * max(errors):.1f}% at most"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

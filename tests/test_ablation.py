@@ -1,0 +1,138 @@
+"""benchmarks.ablation and benchmarks.recorded: their rows, with the xla path in the place of the kernels."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import ablation
+from benchmarks.inputs import Layout, make_inputs
+from benchmarks.recorded import recorded_trees
+from benchmarks.workloads import PAPER, Workload, k_ary
+from pallas_kernels.columns import Segment
+
+TREE = k_ary(2, 3, 100)._replace(name="binary")
+LAYOUT = Layout(4, 2, 16, 16)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Small forests, the xla path, and times that tell the variants apart by their number of segments."""
+    measure, plans = ablation.measure_variant, []
+
+    def planned_call(*args):
+        plans.append(planned(*args))
+        return plans[-1]
+
+    planned = ablation.planned_call
+    monkeypatch.setattr(ablation, "planned_call", planned_call)
+    monkeypatch.setattr(ablation, "measure_variant", lambda *args: measure(*args, "xla"))
+    monkeypatch.setattr(ablation, "kernel_time", lambda call, repeats: (float(plans[-1][1].cta_ptr[-1]), 2))
+    monkeypatch.setattr(ablation, "Layout", lambda: LAYOUT)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for name, value in {"DEEP": [TREE], "FIXED_FORESTS": [TREE], "PAPER": [TREE], "FIXED": [1, 2]}.items():
+        monkeypatch.setattr(ablation, name, value)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    path = tmp_path / "search.json"
+    trees = [{"parent": [-1, 0], "length": [20 + i // 2, 3], "leaf": [1, 0]} for i in range(10)]
+    path.write_text(json.dumps({"source": "a test", "trees": trees}))
+    return path
+
+
+def test_every_forest_and_variant_has_a_row_and_all_are_checked(on_cpu, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["ablation", "--json", str(path), "--part", "sharing", "fixed"])
+    ablation.main()
+    rows = json.loads(path.read_text())["rows"]
+    got = {(row["part"], row["name"], row["variant"]) for row in rows}
+    assert got == {
+        *(("sharing", "binary", v) for v in ("neither", "tree only", "division only", "both")),
+        *(("fixed", "binary", v) for v in ("1 slice", "2 slices", "cut")),
+    }
+    assert len(rows) == len(got)
+    for row in rows:
+        assert row["relative_error"] < 5e-3
+        assert row["predicted_us"] > 0
+        assert row["makespan_over_mean"] >= 1
+    by_variant = {row["variant"]: row for row in rows if row["part"] == "sharing" and row["name"] == "binary"}
+    # Unshared, all four requests read 3 nodes of 100 tokens; in the tree, there are 7 nodes.
+    assert (
+        by_variant["neither"]["kv_bytes"] == by_variant["division only"]["kv_bytes"] == 12 * 100 * LAYOUT.kv_token_bytes
+    )
+    assert by_variant["both"]["kv_bytes"] == by_variant["tree only"]["kv_bytes"] == 7 * 100 * LAYOUT.kv_token_bytes
+    # One tile and two kv heads.
+    assert by_variant["neither"]["segments"] == by_variant["tree only"]["segments"] == 2
+    assert by_variant["both"]["segments"] > 2
+    out = capsys.readouterr().out
+    ratio = 2 / by_variant["both"]["segments"]
+    assert f"sharing: tree only takes {ratio:.3f} x the default over 1 forests" in out
+    assert "fixed: predictions are" in out
+
+
+def test_a_variant_that_fails_keeps_its_row_and_the_last_result(on_cpu, tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    path.write_text("as it was")
+    monkeypatch.setattr(sys, "argv", ["ablation", "--json", str(path), "--part", "fixed"])
+    planned = ablation.planned_call
+
+    def fail(variant, *args):
+        if variant.policy == 2:
+            raise ValueError("too many slices\nand more")
+        return planned(variant, *args)
+
+    monkeypatch.setattr(ablation, "planned_call", fail)
+    with pytest.raises(SystemExit, match=r"failed: binary, 2 slices\. The rows are in .*rows.part"):
+        ablation.main()
+    rows = json.loads((tmp_path / "rows.part").read_text())["rows"]
+    assert [row.get("error") for row in rows] == [None, "ValueError: too many slices", None]
+    assert path.read_text() == "as it was"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_variants_differ_in_what_they_share_and_how_they_divide(shared):
+    inputs = make_inputs(Workload("w", [-1, 0, 0], [4096, 64, 64], [1, 2]), LAYOUT)
+    _, plan, kv_tokens = ablation.planned_call(ablation.Variant("v", policy=3, shared=shared), inputs, LAYOUT, "xla")
+    assert kv_tokens == (4096 + 128 if shared else 2 * (4096 + 64))
+    segments = Segment(*plan.segments[: plan.cta_ptr[-1]].T)
+    assert np.bincount(segments.head).tolist() == [3, 3]
+
+
+def test_the_papers_sweeps_and_deep_trees_are_what_is_measured():
+    cases = ablation.cases_of("policies", [])
+    assert [case.workload for case in cases] == PAPER
+    assert all([variant.policy for variant in case.variants] == ["cut", "mixed", "paper"] for case in cases)
+    cases = ablation.cases_of("predicted", [TREE])
+    assert [case.workload for case in cases] == [*PAPER, TREE]
+    assert all(case.variants == [ablation.DEFAULT] for case in cases)
+    for workload in ablation.DEEP:
+        depth = {-1: 0}
+        for node, parent in enumerate(workload.parent):
+            depth[node] = depth[parent] + workload.length[node]
+        assert max(depth[leaf] for leaf in workload.leaf) == 200_000
+
+
+def test_recorded_trees_are_read_once_each(recorded):
+    trees = recorded_trees(recorded)
+    assert [tree.name for tree in trees] == [f"search, tree {i}" for i in (1, 3, 5, 7, 9)]
+    assert trees[2] == Workload("search, tree 5", [-1, 0], [22, 3], [1, 0])
+    assert [tree.name for tree in recorded_trees(recorded, 2)] == ["search, tree 1", "search, tree 5"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"trees": [{"parent": [-1]}]}', '{"trees": 3}'])
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other.json: expected a list `trees` of parent, length and leaf"):
+        recorded_trees(path)
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ablation", "--json", "rows.json"])
+    with pytest.raises(SystemExit):
+        ablation.main()
+    assert "expected a GPU" in capsys.readouterr().err
