@@ -33,6 +33,8 @@ _LAYOUT = ("num_q_heads", "num_kv_heads", "head_dim", "page_size")
 _TABLES = ("memory_us", "cached_us")
 _TIMES = ("masked", "segment_us", "merge_us", "launch_us")
 
+_FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
+
 Table = tuple[tuple[float, ...], ...]
 
 
@@ -126,11 +128,8 @@ class CostModel:
         rows between measured ones, constant below the first, proportional past the last.
         """
         rows, tokens = np.broadcast_arrays(np.asarray(rows, float), np.asarray(tokens, float))
-        table = self._arrays[_TABLES[cached]]
-        grid = np.asarray((0, *self.tokens), float)
-        at = np.clip(np.searchsorted(grid, tokens, side="left") - 1, 0, len(grid) - 2)
-        part = (tokens - grid[at]) / (grid[at + 1] - grid[at])
-        by_row = table[:, at] + part * (table[:, at + 1] - table[:, at])  # [rows of the table, *n]
+        grid, table = self._curves(cached)
+        by_row = np.stack([np.interp(tokens, grid, times) for times in table])  # [rows of the table, *n]
         known = np.log(np.asarray(self.rows, float))
         place = np.interp(np.log(np.maximum(rows, 1)), known, np.arange(len(known)))
         low = np.minimum(place.astype(int), max(len(known) - 2, 0))
@@ -150,9 +149,19 @@ class CostModel:
         rows = np.asarray([TILE_ROWS, 2 * TILE_ROWS])
         return np.stack([self.kv_us(rows, most, cached=cached) / most for cached in (False, True)], axis=1)
 
+    def _curves(self, cached: bool) -> tuple[Float[np.ndarray, " points"], Float[np.ndarray, "rows points"]]:
+        """Return each row of a table as a curve from 0 tokens to so many that nobody has more."""
+        grid = np.asarray((0, *self.tokens, self.tokens[-1] + _FAR), float)
+        table = np.pad(np.asarray(self.cached_us if cached else self.memory_us, float), ((0, 0), (1, 0)))
+        slope = (table[:, -1] - table[:, -2]) / (grid[-2] - grid[-3])
+        return grid, np.column_stack([table, table[:, -1] + slope * _FAR])
+
     @functools.cached_property
-    def _arrays(self) -> dict[str, Float[np.ndarray, "rows 1+tokens"]]:
-        return {name: np.pad(np.asarray(getattr(self, name), float), ((0, 0), (1, 0))) for name in _TABLES}
+    def tiles(self) -> tuple[Float[np.ndarray, " points"], Float[np.ndarray, "2 2 points"]]:
+        """Times of one tile and of two over tokens: the tokens, and curves [narrow or wide, from memory or cached]."""
+        grid, _ = self._curves(False)
+        kinds = [[self.kv_us(TILE_ROWS * k, grid, cached=cached) for cached in (False, True)] for k in (1, 2)]
+        return grid, np.asarray(kinds)
 
     # ------------------------------------------------------------------ files and origins
 
@@ -291,8 +300,12 @@ class Estimate(NamedTuple):
         self, wide: Int[np.ndarray, " n"], unmasked: Int[np.ndarray, " n"], masked: Int[np.ndarray, " n"]
     ) -> Float[np.ndarray, " n"]:
         """Return the cost of each segment from its kind and its blocks, in microseconds."""
-        rows, blocks = TILE_ROWS * (1 + wide), unmasked + masked
-        memory, cached = (self.model.kv_us(rows, blocks * self.block_tokens, cached=cached) for cached in (False, True))
+        blocks = unmasked + masked
+        grid, curves = self.model.tiles
+        memory, cached = (
+            np.where(wide, *(np.interp(blocks * self.block_tokens, grid, curves[kind, source]) for kind in (1, 0)))
+            for source in (0, 1)
+        )
         cached = cached * (1 + (self.model.masked - 1) * masked / np.maximum(blocks, 1))
         return self.segment_us(wide) + cached + self.waiting / 1000 * np.maximum(memory - cached, 0.0)
 

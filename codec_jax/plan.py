@@ -220,10 +220,8 @@ def make_plan(
     model = CostModel.default(layout) if cost_model is None else cost_model
     model.check_layout(layout)
     slot_tokens, slots = block_slots(forest.page_size, tiling.block_tokens)
-    most_length = _most_length(forest, steps)
-    streams = extents_of_streams(
-        forest, most_length, rows, slot_tokens=slot_tokens, steps=steps, pairs=tiling.lanes == 2
-    )
+    most = most_length(forest, steps)
+    streams = extents_of_streams(forest, most, rows, slot_tokens=slot_tokens, steps=steps, pairs=tiling.lanes == 2)
 
     # Blocks: each stream's pages in groups of `slots`.
     wide, num_streams = streams.wide, len(streams.tile)
@@ -241,7 +239,7 @@ def make_plan(
         stream_ptr=stream_ptr,
         unmasked=unmasked,
         wide=wide,
-        unique_wide=float(most_length[in_wide].sum()) / (slots * slot_tokens),
+        unique_wide=float(most[in_wide].sum()) / (slots * slot_tokens),
         block_tokens=slots * slot_tokens,
         num_kv_heads=num_kv_heads,
         num_ctas=tiling.num_ctas,
@@ -280,7 +278,7 @@ def make_plan(
         tile_unit=tile_unit.astype(np.int32),
         used_rows=np.asarray([forest.active.sum() * rows_per_request], np.int32),
         least_length=forest.length,
-        most_length=most_length,
+        most_length=most,
         structure=forest.structure,
         waiting=np.asarray(estimate.waiting, np.int32),
         page_size=forest.page_size,
@@ -304,8 +302,8 @@ def list_runs(
 ) -> Int[np.ndarray, "num_ctas 12+slots"]:
     """List what each thread block begins with."""
     first = segments[np.minimum(cta_ptr[:-1], len(segments) - 1)]
-    page_ids = Page(*np.moveaxis(pages[Segment(*first.T).lo], -1, 0)).page_id
-    return np.column_stack([cta_ptr[:-1], cta_ptr[1:], first, page_ids]).astype(np.int32)
+    page_ids = pages[Segment(*first.T).lo, :, Page._fields.index("page_id")]
+    return np.concatenate([cta_ptr[:-1, None], cta_ptr[1:, None], first, page_ids], axis=1, dtype=np.int32)
 
 
 def _tile_units(forest: Forest, rows: Rows) -> Int[np.ndarray, " tiles"]:
@@ -357,7 +355,7 @@ def _partials(
     return number.reshape(-1, 2), merge_ptr
 
 
-def _most_length(forest: Forest, steps: int) -> Int[np.ndarray, " nodes"]:
+def most_length(forest: Forest, steps: int) -> Int[np.ndarray, " nodes"]:
     """Tokens that each node may come to hold: leaves with one reader grow, up to the end of their pages."""
     most = forest.length.copy()
     leaf = forest.leaf[forest.leaf >= 0]
