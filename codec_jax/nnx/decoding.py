@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from codec_jax.forest import Forest
 from codec_jax.pages import KVPages, PagePool
+from codec_jax.plan import Plan
 from codec_jax.traffic import Traffic
+
+
+class Interval(NamedTuple):
+    """What requests with tokens remaining decode with until the host looks at the device again."""
+
+    source: Forest  # that it was prepared from, for so many tokens of each request
+    remaining: Int[np.ndarray, " B"]
+    forest: Forest  # with room for the tokens
+    pool: PagePool
+    growers: Forest  # with nobody else in it
+    plan: Plan  # of `growers`
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,8 @@ class Decoding:
     next_stream: int
     block_capacity: int
     traffic: Traffic
+    interval: Interval | None = None  # the last one, whose plan the next may extend
+    ahead: Interval | None = None  # the next one if it is as expected, prepared while the device decoded
 
     @property
     def requests(self) -> list[int]:

@@ -1,7 +1,8 @@
 """Decode many requests over one forest: prefill each node once, sample, fork and prune between steps.
 
     start    prompts -> forest -> chunks of every node -> prefill -> logits of each request
-    decode   reserve pages -> plan -> jitted loop of `steps` tokens -> fetch the tokens, and again
+    decode   reserve pages -> plan -> jitted loop of `steps` tokens -> fetch the tokens, and again; the next interval is
+             planned while the device decodes, as if nobody stopped
     fork     another request that shares everything so far; no copy, no prefill
     prune    requests leave, and with them the pages that nobody else reads
 
@@ -29,12 +30,13 @@ from codec_jax.errors import OutOfPagesError
 from codec_jax.forest import Forest
 from codec_jax.nnx import options
 from codec_jax.nnx.decoder import Decoder
-from codec_jax.nnx.decoding import Completion, Decoding, Generated
+from codec_jax.nnx.decoding import Completion, Decoding, Generated, Interval
 from codec_jax.nnx.prefill import MOST_CHUNK_TOKENS, prefill_waves
 from codec_jax.nnx.steps import decode_loop, prefill_step
 from codec_jax.order import NO_NODE
 from codec_jax.pages import KVPages, PagePool
 from codec_jax.plan import Plan, Tiling, block_slots, make_plan
+from codec_jax.replan import replan
 from codec_jax.traffic import Traffic, count_decode, count_pass
 
 #: Nodes that a path may have before the decode step is compiled anew for longer block lists.
@@ -156,6 +158,21 @@ class Sampler:
         Raises ValueError for options out of range or a request that would exceed max_context, OutOfPagesError
         (which carries what was reached) when the pool runs out, FloatingPointError for logits that are not finite.
         """
+        return self._decode_on(state, max_tokens, 0, stop_tokens, temperature, top_k, top_p, seed, on_tokens)
+
+    def _decode_on(
+        self,
+        state: Decoding,
+        max_tokens: int,
+        then: int,
+        stop_tokens: Integers,
+        temperature: float,
+        top_k: int | None,
+        top_p: float,
+        seed: int,
+        on_tokens: Callable[[int, list[int]], None] | None,
+    ) -> tuple[Decoding, Generated]:
+        """Do what `decode` does, for a caller who expects to go on with `then` tokens for every request."""
         options.check_sampling(stop_tokens, temperature, top_k, top_p, self.config.vocab_size)
         options.check_room("max_tokens", max_tokens, int(state.forest.request_length.max()), self.max_context)
         stops = np.full(max(8, len(stop_tokens)), -1, np.int32)
@@ -175,17 +192,29 @@ class Sampler:
         remaining = np.where(state.forest.active, max_tokens, 0).astype(np.int32)
         while remaining.any():
             growing = np.flatnonzero(remaining)
-            interval = int(min(self.steps, remaining.max()))
-            try:
-                forest, pool = state.forest.reserve(state.pool, interval, growing)
-            except OutOfPagesError as error:
-                error.state, error.generated = state, generated
-                raise
-            growers = _only(forest, growing)
-            plan = self._plan(growers, 1, state.block_capacity)
+            interval = state.ahead
+            if interval is None or interval.source is not state.forest or (interval.remaining != remaining).any():
+                try:
+                    interval = self._prepare(state.forest, state.pool, remaining, state)
+                except OutOfPagesError as error:
+                    error.state, error.generated = state, generated
+                    raise
             cache, logits, *results = self._decode(
-                self._weights, state.cache, state.logits, growers, plan, state.stream, remaining, *sampling
+                self._weights,
+                state.cache,
+                state.logits,
+                interval.growers,
+                interval.plan,
+                state.stream,
+                remaining,
+                *sampling,
             )
+            # The call returns before the device is done. Meanwhile, what comes next if nobody stops is planned.
+            state = replace(state, interval=interval)
+            expected = np.minimum(remaining, self.steps)
+            forest = interval.forest.extend(expected)
+            following = np.where(remaining > self.steps, remaining - self.steps, np.minimum(remaining, then))
+            ahead = self._prepare_ahead(forest, interval.pool, following, state)
             tokens, logprobs, running, broken = jax.device_get(results)
             if broken.any():
                 raise FloatingPointError(
@@ -195,12 +224,13 @@ class Sampler:
             counts = (tokens >= 0).sum(axis=1, dtype=np.int32)
             state = replace(
                 state,
-                forest=forest.extend(counts),
-                pool=pool,
+                forest=forest if (counts == expected).all() else interval.forest.extend(counts),
+                pool=interval.pool,
                 cache=cache,
                 logits=logits,
-                block_capacity=plan.pages.shape[0],
-                traffic=state.traffic + count_decode(growers, plan, counts),
+                block_capacity=interval.plan.pages.shape[0],
+                traffic=state.traffic + count_decode(interval.growers, interval.plan, counts),
+                ahead=ahead,
             )
             for request in growing.tolist():
                 new = tokens[request, : counts[request]].tolist()
@@ -315,20 +345,15 @@ class Sampler:
         ) as bar:
             while state.requests and left > 0:
                 try:
-                    state, new = self.decode(
-                        state,
-                        min(self.steps, left),
-                        stop_tokens=stop_tokens,
-                        temperature=temperature,
-                        top_k=top_k,
-                        top_p=top_p,
-                        seed=seed,
-                        on_tokens=on_tokens,
+                    count = min(self.steps, left)
+                    then = min(self.steps, left - count)
+                    state, new = self._decode_on(
+                        state, count, then, stop_tokens, temperature, top_k, top_p, seed, on_tokens
                     )
                 except OutOfPagesError as error:
                     error.generated = done
                     raise
-                left -= min(self.steps, left)
+                left -= count
                 for request in state.requests:
                     done[request].tokens.extend(new.tokens[request])
                     done[request].logprobs.extend(new.logprobs[request])
@@ -339,10 +364,30 @@ class Sampler:
                 if on_completion is not None:
                     for request in stopped if left else state.requests:
                         on_completion(request, done[request])
-                state = self.prune(state, stopped)
+                state = self.prune(state, stopped) if stopped else state
         return done
 
     # ------------------------------------------------------------------ internals
+
+    def _prepare(self, forest: Forest, pool: PagePool, remaining: Int[np.ndarray, " B"], state: Decoding) -> Interval:
+        """Take pages for the next interval and plan it, by extending the plan of the last one where that will do."""
+        growing = np.flatnonzero(remaining)
+        roomy, pool_left = forest.reserve(pool, int(min(self.steps, remaining.max())), growing)
+        growers, last = _only(roomy, growing), state.interval
+        if last is None:
+            plan = self._plan(growers, 1, state.block_capacity)
+        else:
+            plan = replan(last.plan, last.growers, growers, steps=self.steps)
+        return Interval(forest, remaining, roomy, pool_left, growers, plan)
+
+    def _prepare_ahead(
+        self, forest: Forest, pool: PagePool, remaining: Int[np.ndarray, " B"], state: Decoding
+    ) -> Interval | None:
+        """Prepare an interval that may not come; None if there is nothing left to do, or no room for it yet."""
+        try:
+            return self._prepare(forest, pool, remaining, state) if remaining.any() else None
+        except OutOfPagesError:
+            return None
 
     def _plan(self, forest: Forest, query_tokens: int, block_capacity: int) -> Plan:
         return make_plan(
