@@ -33,6 +33,7 @@ _LAYOUT = ("num_q_heads", "num_kv_heads", "head_dim", "page_size")
 _TABLES = ("memory_us", "cached_us")
 _TIMES = ("masked", "segment_us", "merge_us", "launch_us")
 
+_SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
 _FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
 
 Table = tuple[tuple[float, ...], ...]
@@ -240,14 +241,9 @@ class CostModel:
         device = jax.devices()[0]
         if device.platform != "gpu":
             return _proportions(layout)
-        name = file_name(device.device_kind, layout)
-        for folder in (user_folder(), os.path.join(os.path.dirname(__file__), "costs")):
-            path = os.path.join(folder, name)
-            try:
-                status = os.stat(path)
-            except OSError:
-                continue
-            return _loaded(path, status.st_mtime_ns, status.st_size)
+        for folder in (user_folder(), _SHIPPED):
+            if model := _found(folder, device.device_kind, layout):
+                return model
         # The registry of `warnings` shows a text once per process and line.
         warnings.warn(
             f"no measured costs for {device.device_kind} with {', '.join(_LAYOUT)} = {tuple(layout)}: plans are "
@@ -255,6 +251,11 @@ class CostModel:
             stacklevel=1,
         )
         return _roofline(layout)
+
+    @classmethod
+    def shipped(cls, device: str, layout: Layout) -> CostModel | None:
+        """Return the table that comes with the package for a device, on whatever device this runs."""
+        return _found(_SHIPPED, device, layout)
 
 
 class Estimate(NamedTuple):
@@ -325,6 +326,15 @@ def file_name(device: str, layout: Layout, dtype: str = "bfloat16") -> str:
     device = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
     heads = f"{layout.num_q_heads}q_{layout.num_kv_heads}kv_{layout.head_dim}"
     return f"{device}-{heads}-page{layout.page_size}-{dtype}.json"
+
+
+def _found(folder: str, device: str, layout: Layout) -> CostModel | None:
+    path = os.path.join(folder, file_name(device, layout))
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return _loaded(path, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=16)

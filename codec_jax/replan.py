@@ -16,12 +16,13 @@ from jaxtyping import Int
 
 from codec_jax import checks
 from codec_jax.arrays import expand
+from codec_jax.cost import Estimate
 from codec_jax.forest import Forest
 from codec_jax.plan import Plan, list_runs, make_plan, most_length
 from codec_jax.schedule import loads
 from pallas_kernels.columns import Page, Segment
 
-#: A plan whose busiest thread block has more than this much of the mean load is made anew.
+#: A plan whose busiest thread block has more than this much of the mean load, and a block, is made anew.
 _MOST_IMBALANCE = 1.03
 
 
@@ -41,10 +42,9 @@ def replan(plan: Plan, planned: Forest, forest: Forest, *, steps: int = 1) -> Pl
     Raises what `make_plan` raises.
     """
     checks.positive("steps", steps)
-    extended = _extended(plan, planned, forest, steps) if planned.is_host and forest.is_host else None
-    if extended is not None:
-        load = loads(extended)
-        if load.max() <= _MOST_IMBALANCE * load.mean():
+    if planned.is_host and forest.is_host:
+        extended = _extended(plan, planned, forest, steps)
+        if extended is not None and _is_balanced(extended):
             return extended
     return make_plan(
         forest,
@@ -60,6 +60,15 @@ def replan(plan: Plan, planned: Forest, forest: Forest, *, steps: int = 1) -> Pl
         block_capacity=len(plan.pages),
         cost_model=plan.cost_model,
     )
+
+
+def _is_balanced(plan: Plan) -> bool:
+    """Whether no thread block has much more to do than the mean, beside what rounding to whole blocks may add."""
+    load = loads(plan)
+    excess = float(load.max() - _MOST_IMBALANCE * load.mean())
+    if excess <= 0:
+        return True
+    return excess <= Estimate(plan.cost_model, plan.block_tokens, int(plan.waiting)).block_us.max()
 
 
 def _extended(plan: Plan, planned: Forest, forest: Forest, steps: int) -> Plan | None:
@@ -99,10 +108,11 @@ def _only_leaves_grew(planned: Forest, forest: Forest) -> bool:
     if (added < 0).any() or (grown < 0).any() or (((added > 0) | (grown > 0)) & ~own).any():
         return False
     # Nodes lie one after another: without the added pages, the lists of pages are the same.
-    group, nth = expand(added)
-    fresh = forest.page_offset[group] + planned.page_count[group] + nth
-    old = np.delete(forest.used_pages, fresh) if len(fresh) else forest.used_pages
-    return np.array_equal(old, planned.used_pages)
+    entries, grows = forest.used_pages, np.flatnonzero(added)
+    group, nth = expand(added[grows])
+    kept = np.ones(len(entries), bool)
+    kept[(forest.page_offset + planned.page_count)[grows][group] + nth] = False
+    return np.array_equal(entries[kept], planned.used_pages)
 
 
 def _with_pages(
@@ -123,7 +133,7 @@ def _with_pages(
     np.maximum.at(last, segment.tile[narrow], segment.hi[narrow])
 
     # By stream: what is added to it, and what free slots its last block has.
-    first = np.flatnonzero(np.diff(tile, prepend=-1))
+    first = np.concatenate([[0], 1 + np.flatnonzero(tile[1:] != tile[:-1])])
     end, count = last[tile[first]], (needed - listed)[node]
     if not end.all():
         return None  # a tile that has no stream yet
@@ -142,10 +152,10 @@ def _with_pages(
         blocks[lo + by : hi + by] = plan.pages[lo:hi]
         blocks[hi + by : hi + by + opening] = 0
 
-    stream = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(node))))
+    stream = np.searchsorted(first, np.arange(len(node)), side="right") - 1
     entry, nth = expand(count)
-    rank = np.arange(len(entry)) - (np.cumsum(added) - added)[stream[entry]]
-    place = ((end + before - 1) * slots + filled)[stream[entry]] + rank
+    free = (end + before - 1) * slots + filled  # the first free slot of each stream
+    place = (free - np.cumsum(added) + added)[stream[entry]] + np.arange(len(entry))
     page, node = listed[node[entry]] + nth, node[entry]
     per_page = forest.page_size // slot
     pool_page = forest.pages[forest.page_offset[node] + page // per_page]
@@ -154,12 +164,13 @@ def _with_pages(
     blocks.reshape(-1, len(Page._fields))[place] = np.stack(fields, axis=1)
 
     # A segment moves with its stream, and the last one of a stream that opens blocks gets them.
-    ends_before = np.searchsorted(end, segment.lo, side="right")
-    by = np.concatenate([[0], np.cumsum(extra)])[ends_before]
-    is_last = narrow & (segment.hi == last[segment.tile])
-    of_tile = np.zeros(plan.num_tiles, np.int64)
+    moved = np.concatenate([[0], np.cumsum(extra)]).astype(np.int32)[np.searchsorted(end, segment.lo, side="right")]
+    of_tile = np.zeros(plan.num_tiles, np.int32)
     of_tile[tile[first]] = extra
-    hi = segment.hi + by + np.where(is_last, of_tile[segment.tile], 0)
     segments = plan.segments.copy()
-    segments[: len(used)] = np.stack(segment._replace(lo=segment.lo + by, masked=segment.masked + by, hi=hi), axis=1)
+    columns = Segment(*segments[: len(used)].T)
+    for column in (columns.lo, columns.masked, columns.hi):
+        column += moved
+    is_last = narrow & (segment.hi == last[segment.tile])
+    columns.hi[is_last] += of_tile[segment.tile[is_last]]
     return blocks, segments

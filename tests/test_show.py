@@ -240,7 +240,8 @@ def test_thread_blocks_share_the_load_of_one_and_pay_for_every_further_segment(
 
 @pytest.mark.parametrize("workload", [planning.MANY_QUESTIONS, planning.MANY_REQUESTS], ids=lambda each: each.name)
 def test_large_plans_are_balanced_by_the_loads_that_are_shown(workload, shown):
-    plan = planning.planning_call(workload, planning.Layout())()
+    layout = planning.Layout()
+    plan = planning.planning_call(planning.forest_of(workload, layout), layout)()
     load = costs.loads(plan)
     assert load.max() < 1.03 * load.mean()
     lines = shown(plan).splitlines()
@@ -293,6 +294,11 @@ def test_rows_and_a_picture_of_plans_are_written(tmp_path, monkeypatch):
         assert (row["requests"], row["nodes"]) == (len(workload.leaf), len(workload.parent))
         assert 0 < row["least_plan_us"] <= row["plan_us"]
         assert row["calls"] == 3
+        assert row["replan_us"] > 0
+        assert isinstance(row["replan_extends"], bool)
+        assert row["copy_us"] > 0
+        assert row["packed_copy_us"] > 0
+        assert row["costs"]
         # One tile and at least one block for each of 8 kv heads; 132 thread blocks share them.
         assert row["segments"] >= 8
         assert 0 < row["mean_load"] <= row["most_load"]
