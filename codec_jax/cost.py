@@ -70,8 +70,8 @@ class CostModel:
     cached_us: Table  # [rows, tokens], all read the same, so that it comes from the L2 cache
     masked: float  # time of cached KV tokens that need a mask over that of others
     segment_us: float  # one more segment: its query rows, and the way to its first block
-    merge_us: float  # a partial, written and merged; a segment has one for each of its tiles
-    launch_us: float  # a call, beyond what its busiest thread block does
+    merge_us: float  # a partial, to write it; a segment has one for each of its tiles
+    launch_us: float  # a call, beyond what its busiest thread block does: the start of PAC, and POR
     versions: tuple[tuple[str, str], ...] = ()
     date: str = ""
 

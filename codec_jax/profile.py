@@ -2,8 +2,8 @@
 
     python -m codec_jax.profile [--heads 32/8] [--head-dim 128] [--page-size 16] [--json PATH]
 
-Every time is that of the kernels of one `forest_attention` call in which each thread block has the same work: one
-segment of so many rows and tokens. Prints the table of the paper (Table 3: n_q by n) and writes it where `make_plan`
+Every time is that of one `forest_attention` call in which each thread block has the same work: one segment of so many
+rows and tokens. Prints the table of the paper (Table 3: n_q by n) and writes it where `make_plan`
 looks for it, and to PATH. Takes a minute or two on a Hopper GPU that nobody else uses.
 """
 
@@ -58,6 +58,13 @@ class Task(NamedTuple):
         )
 
 
+class Times(NamedTuple):
+    """Median times of the kernels of a call, in microseconds."""
+
+    pac: float
+    por: float
+
+
 #: Segments of as many tokens as one of the grid, which shows what the further ones cost.
 SEVERAL = {tiles: Task(tiles, 1024, segments=4) for tiles in (1, 2)}
 MASKED = Task(1, MASKED_TOKENS, cached=True, masked=True)
@@ -81,14 +88,14 @@ def main() -> None:
         )
     device = jax.devices()[0]
     clock = Clock(layout, device.core_count)
-    times: dict[Task, float] = {}
+    times: dict[Task, Times] = {}
     for task in tqdm([*GRID, MASKED, *SEVERAL.values()], unit="measurement"):
         try:
             times[task] = clock.measure(task)
         except Exception as error:
             tqdm.write(f"{task}: {type(error).__name__}: {str(error).strip()[:300]}", file=sys.stderr)
         else:
-            tqdm.write(f"{task}: {times[task]:.2f} us")
+            tqdm.write(f"{task}: PAC {times[task].pac:.2f} us, POR {times[task].por:.2f} us")
     try:
         model = fit(times, layout, device.device_kind, idle=device.core_count / busy(layout, device.core_count))
     except ValueError as error:
@@ -173,14 +180,14 @@ class Clock:
         self.key, self.value = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
         self.junk = jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)
 
-    def measure(self, task: Task) -> float:
-        """Return the median time of all kernels of a call in microseconds, the L2 cache flushed before each."""
+    def measure(self, task: Task) -> Times:
+        """Time the kernels of a call, the L2 cache flushed before each."""
         forest, plan = plan_of(task, self.layout, self.num_ctas)
         shape = (forest.request_capacity, 1, self.layout.num_q_heads, self.layout.head_dim)
         query = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
         arguments = jax.device_put((query, self.key, self.value, forest, plan))
         attend = jax.jit(lambda *args: forest_attention(*args, implementation="mosaic"))
-        return kernel_us(lambda: attend(*arguments), lambda: _read(self.junk))
+        return kernel_times(lambda: attend(*arguments), lambda: _read(self.junk))
 
 
 @jax.jit
@@ -207,8 +214,8 @@ class _Programs(jax.stages.Wrapped):
     lower = trace
 
 
-def kernel_us(call: Callable[[], object], flush: Callable[[], object]) -> float:
-    """Return the median time of the kernels of a call after a flush, which comes first and is not counted."""
+def kernel_times(call: Callable[[], object], flush: Callable[[], object]) -> Times:
+    """Time PAC and what comes after it in a call, after a flush, which comes first and does not count."""
     from jax.experimental.mosaic.gpu import profiler
 
     _, alone = profiler.measure(_Programs(call), aggregate=False)()
@@ -217,17 +224,20 @@ def kernel_us(call: Callable[[], object], flush: Callable[[], object]) -> float:
     _, runs = profiler.measure(_Programs(flush, call), aggregate=False, iterations=REPEATS)()
     if not runs or any(len(run) <= len(alone) for run in runs):
         raise RuntimeError("CUPTI: expected more kernels with a flush than without")
-    return 1e3 * statistics.median(sum(ms for _, ms in run[-len(alone) :]) for run in runs)
+    own = [[1e3 * ms for _, ms in run[-len(alone) :]] for run in runs]
+    return Times(statistics.median(run[0] for run in own), statistics.median(sum(run[1:]) for run in own))
 
 
 # ---------------------------------------------------------------------- what it says
 
 
-def fit(times: Mapping[Task, float], layout: Layout, device: str, idle: float = 1.0) -> CostModel:
-    """Take calls, segments and partials off the times of the grid; what is left are rows over tokens.
+def fit(times: Mapping[Task, Times], layout: Layout, device: str, idle: float = 1.0) -> CostModel:
+    """Take calls, segments and partials off PAC's times on the grid; what is left are rows over tokens.
 
-    Columns of which a time is missing are left out. `idle` is how many thread blocks the device has over how many
-    worked: with all of them, each would have so much less of the bandwidth. Raises ValueError if too much is missing.
+    POR works for all thread blocks together, after the last of them: what it takes for a segment each is part of the
+    time of a call. Columns of which a time is missing are left out. `idle` is how many thread blocks the device has
+    over how many worked: with all of them, each would have so much less of the bandwidth. Raises ValueError if too much
+    is missing.
     """
     tokens = [n for n in TOKENS if all(Task(tiles, n, cached) in times for tiles in (1, 2) for cached in (False, True))]
     needed = [Task(tiles, several.tokens * several.segments) for tiles, several in SEVERAL.items()]
@@ -239,28 +249,30 @@ def fit(times: Mapping[Task, float], layout: Layout, device: str, idle: float = 
             f"times: expected {len(tokens)} of at least 2 columns, and {', '.join(map(str, missing)) or 'no more'}"
         )
 
+    pac = {task: measured.pac for task, measured in times.items()}
     # What a further segment costs, with one partial and with two.
     opening = {
-        tiles: (times[several] - times[whole]) / (several.segments - 1)
+        tiles: (pac[several] - pac[whole]) / (several.segments - 1)
         for (tiles, several), whole in zip(SEVERAL.items(), needed, strict=True)
     }
     merge = max(opening[2] - opening[1], 0.0)
     segment = max(opening[1] - merge, 0.0)
-    # What a call without tokens would take, by the two least numbers of them.
-    first, second = (times[Task(1, n)] for n in tokens[:2])
+    # What PAC without tokens would take, by the two least numbers of them.
+    first, second = (pac[Task(1, n)] for n in tokens[:2])
     empty = first - (second - first) * tokens[0] / (tokens[1] - tokens[0])
-    launch = max(min(empty - segment - merge, first), 0.0)
+    start = max(min(empty - segment - merge, first), 0.0)
+    por = statistics.median(times[Task(1, n)].por for n in tokens)
 
     def grid(cached: bool) -> np.ndarray:
-        taken_off = launch + segment + merge * np.arange(1, 3)[:, None]
-        values = np.asarray([[times[Task(tiles, n, cached)] for n in tokens] for tiles in (1, 2)]) - taken_off
+        taken_off = start + segment + merge * np.arange(1, 3)[:, None]
+        values = np.asarray([[pac[Task(tiles, n, cached)] for n in tokens] for tiles in (1, 2)]) - taken_off
         # Noise may not make more work take less time, nor work take none.
         values = np.maximum(values, 1e-6 * np.asarray(tokens))
         return np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
 
     cached = grid(cached=True)
     memory = np.maximum(cached, grid(cached=False) * idle)
-    plain = times[MASKED._replace(masked=False)] - launch
+    plain, masked = (pac[MASKED._replace(masked=masked)] - start - segment - merge for masked in (False, True))
     return CostModel(
         device=device,
         **layout._asdict(),
@@ -269,10 +281,10 @@ def fit(times: Mapping[Task, float], layout: Layout, device: str, idle: float = 
         tokens=tuple(tokens),
         memory_us=tuple(tuple(row) for row in memory.round(4).tolist()),
         cached_us=tuple(tuple(row) for row in cached.round(4).tolist()),
-        masked=round(max((times[MASKED] - launch) / plain, 1.0), 4),
+        masked=round(max(masked / plain, 1.0), 4) if plain > 0 else 1.0,
         segment_us=round(segment, 4),
         merge_us=round(merge, 4),
-        launch_us=round(launch, 4),
+        launch_us=round(start + por, 4),
         versions=versions(),
         date=datetime.date.today().isoformat(),
     )
