@@ -196,3 +196,23 @@ def test_tables_are_kept_in_the_users_cache_directory(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert cost.user_folder() == "/home/someone/.cache/codec_jax"
+
+
+def test_tables_of_the_package_serve_their_device_unless_the_user_has_measured(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(cost, "_SHIPPED", str(tmp_path / "shipped"))
+    shipped = replace(MODEL, device=gpu.device_kind)
+    assert CostModel.shipped(gpu.device_kind, LAYOUT) is None
+    shipped.save(tmp_path / "shipped" / cost.file_name(gpu.device_kind, LAYOUT))
+    assert CostModel.default(LAYOUT) == CostModel.shipped(gpu.device_kind, LAYOUT) == shipped
+    assert CostModel.shipped(gpu.device_kind, LAYOUT._replace(head_dim=64)) is None
+    mine = replace(shipped, segment_us=7.0)
+    mine.save(os.path.join(cost.user_folder(), cost.file_name(gpu.device_kind, LAYOUT)))
+    assert CostModel.default(LAYOUT) == mine
+
+
+def test_every_table_of_the_package_is_whole_and_named_for_what_it_holds():
+    names = os.listdir(cost._SHIPPED) if os.path.isdir(cost._SHIPPED) else []
+    for name in names:
+        model = CostModel.load(os.path.join(cost._SHIPPED, name))
+        assert name == cost.file_name(model.device, model.layout, model.dtype)
+        assert model.date
