@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from benchmarks.attention import bounds
 from benchmarks.inputs import Inputs, Layout, check, make_inputs, reference
-from benchmarks.recorded import recorded_trees
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
 from benchmarks.timing import kernel_time
+from benchmarks.traces import recorded_trees
 from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root
 from codec_jax import Plan, make_plan
 from codec_jax.attention import forest_attention
@@ -79,11 +79,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--trees", type=Path, help="recorded trees, for `predicted`")
-    parser.add_argument("--most-trees", type=int, default=20, help="of those recorded, evenly spread")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
-    trees = recorded_trees(arguments.trees, arguments.most_trees) if arguments.trees else []
+    trees = [case.workload for case in recorded_trees(arguments.trees)] if arguments.trees else []
     cases = [case for part in arguments.part for case in cases_of(part, trees)]
     rows = collect(cases, Layout(), arguments.json)
     print(summary(rows))

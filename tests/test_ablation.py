@@ -1,4 +1,4 @@
-"""benchmarks.ablation and benchmarks.recorded: their rows, with the xla path in the place of the kernels."""
+"""benchmarks.ablation: its rows, with the xla path in the place of the kernels."""
 
 import json
 import sys
@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import ablation
 from benchmarks.inputs import Layout, make_inputs
-from benchmarks.recorded import recorded_trees
 from benchmarks.workloads import PAPER, Workload, k_ary
 from pallas_kernels.columns import Segment
 
@@ -34,14 +33,6 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for name, value in {"DEEP": [TREE], "FIXED_FORESTS": [TREE], "PAPER": [TREE], "FIXED": [1, 2]}.items():
         monkeypatch.setattr(ablation, name, value)
-
-
-@pytest.fixture
-def recorded(tmp_path):
-    path = tmp_path / "search.json"
-    trees = [{"parent": [-1, 0], "length": [20 + i // 2, 3], "leaf": [1, 0]} for i in range(10)]
-    path.write_text(json.dumps({"source": "a test", "trees": trees}))
-    return path
 
 
 def test_every_forest_and_variant_has_a_row_and_all_are_checked(on_cpu, tmp_path, monkeypatch, capsys):
@@ -114,21 +105,6 @@ def test_the_papers_sweeps_and_deep_trees_are_what_is_measured():
         for node, parent in enumerate(workload.parent):
             depth[node] = depth[parent] + workload.length[node]
         assert max(depth[leaf] for leaf in workload.leaf) == 200_000
-
-
-def test_recorded_trees_are_read_once_each(recorded):
-    trees = recorded_trees(recorded)
-    assert [tree.name for tree in trees] == [f"search, tree {i}" for i in (1, 3, 5, 7, 9)]
-    assert trees[2] == Workload("search, tree 5", [-1, 0], [22, 3], [1, 0])
-    assert [tree.name for tree in recorded_trees(recorded, 2)] == ["search, tree 1", "search, tree 5"]
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"trees": [{"parent": [-1]}]}', '{"trees": 3}'])
-def test_another_file_is_refused(tmp_path, text):
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"other.json: expected a list `trees` of parent, length and leaf"):
-        recorded_trees(path)
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
