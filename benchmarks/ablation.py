@@ -51,7 +51,7 @@ class Variant(NamedTuple):
     """A way to plan."""
 
     name: str
-    policy: Policy = "cut"
+    policy: Policy = "aligned"
     shared: bool = True
 
 
@@ -61,7 +61,7 @@ SHARING = [
     Variant("division only", shared=False),
     Variant("both"),
 ]
-DEFAULT = Variant("cut")
+DEFAULT = Variant("aligned")
 PARTS = ("sharing", "fixed", "policies", "predicted")
 
 
@@ -102,7 +102,7 @@ def cases_of(part: str, trees: list[Workload]) -> list[Case]:
         fixed = [Variant(f"{n} slices" if n > 1 else "1 slice", policy=n) for n in FIXED]
         return [Case(part, workload, [*fixed, DEFAULT]) for workload in FIXED_FORESTS]
     if part == "policies":
-        variants = [DEFAULT, Variant("mixed", policy="mixed"), Variant("paper", policy="paper")]
+        variants = [DEFAULT, Variant("paper", policy="paper")]
         return [Case(part, workload, variants) for workload in PAPER]
     return [Case(part, workload, [DEFAULT]) for workload in [*PAPER, *trees]]
 
@@ -202,17 +202,17 @@ def summary(rows: list[dict]) -> str:
     measured = [row for row in rows if row["kernel_us"]]
     for part in PARTS:
         of_part = [row for row in measured if row["part"] == part]
-        default = {row["name"]: row["kernel_us"] for row in of_part if row["variant"] in ("cut", "both")}
+        default = {row["name"]: row["kernel_us"] for row in of_part if row["variant"] in ("aligned", "both")}
         for variant in dict.fromkeys(row["variant"] for row in of_part):
             times = [row["kernel_us"] / default[row["name"]] for row in of_part
                      if row["variant"] == variant and row["name"] in default]  # fmt: skip
-            if times and variant not in ("cut", "both"):
+            if times and variant not in ("aligned", "both"):
                 lines.append(
                     f"{part}: {variant} takes {statistics.geometric_mean(times):.3f} x the default over {len(times)} "
                     f"forests, {min(times):.3f} x at least, {max(times):.3f} x at most"
                 )
         errors = [
-            abs(row["predicted_us"] / row["kernel_us"] - 1) for row in of_part if row["variant"] in ("cut", "both")
+            abs(row["predicted_us"] / row["kernel_us"] - 1) for row in of_part if row["variant"] in ("aligned", "both")
         ]
         if errors:
             lines.append(

@@ -36,6 +36,10 @@ _TIMES = ("masked", "segment_us", "merge_us", "launch_us")
 _SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
 _FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
 
+#: Share of the wait for memory that shows in narrow blocks however much bandwidth others leave them: a thread block has
+#: two blocks in flight, too few to hide all of it.
+_LEAST_WAITING = 0.3
+
 Table = tuple[tuple[float, ...], ...]
 
 
@@ -263,7 +267,7 @@ class Estimate(NamedTuple):
 
     model: CostModel
     block_tokens: int
-    waiting: int  # thousandths of the wait for memory that show: 0 if all is as if cached, 1000 as if each read its own
+    waiting: int  # thousandths of the wait for memory that show in narrow blocks: at 1000 each reads its own
 
     @classmethod
     def of(
@@ -280,10 +284,10 @@ class Estimate(NamedTuple):
         arithmetic is waiting. `unique_wide` blocks of the wide ones come from memory, the others from the L2 cache.
         """
         fast, slow = (cls(model, block_tokens, waiting).block_us for waiting in (0, 1000))
-        counts = np.asarray([narrow, wide])
-        computing, reading = float((counts * fast).sum()), (unique_wide + sum(narrow)) * slow[0, 0]
-        most = float((counts * slow).sum()) - computing
-        waiting = min(max((reading - computing) / most, 0.0), 1.0) if most > 0 else 1.0
+        reading = (unique_wide + sum(narrow)) * slow[0, 0]
+        computing = float((np.asarray([narrow, wide]) * fast).sum())
+        most = float((np.asarray(narrow) * (slow - fast)[0]).sum())
+        waiting = min(max((reading - computing) / most, _LEAST_WAITING), 1.0) if most > 0 else 1.0
         return cls(model, block_tokens, round(1000 * waiting))
 
     @property
@@ -291,7 +295,11 @@ class Estimate(NamedTuple):
         """Time of one of many blocks: [narrow or wide, unmasked or masked]."""
         memory, cached = self.model.token_us.T[:, :, None] * self.block_tokens
         cached = cached * np.asarray([1.0, self.model.masked])
-        return cached + self.waiting / 1000 * np.maximum(memory - cached, 0.0)
+        return cached + self._shown(np.asarray([[False], [True]])) * np.maximum(memory - cached, 0.0)
+
+    def _shown(self, wide: Any) -> Any:
+        """Return the share of the wait that shows: all of it in wide blocks, whichever memory brings them."""
+        return np.where(wide, 1.0, self.waiting / 1000)
 
     def segment_us(self, wide: Any) -> Any:
         """Return what a segment costs beyond its blocks."""
@@ -308,7 +316,7 @@ class Estimate(NamedTuple):
             for source in (0, 1)
         )
         cached = cached * (1 + (self.model.masked - 1) * masked / np.maximum(blocks, 1))
-        return self.segment_us(wide) + cached + self.waiting / 1000 * np.maximum(memory - cached, 0.0)
+        return self.segment_us(wide) + cached + self._shown(wide) * np.maximum(memory - cached, 0.0)
 
 
 def user_folder() -> str:

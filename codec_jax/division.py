@@ -1,10 +1,8 @@
 """Policies of division: how the streams are cut, and which thread block gets which piece (paper, section 5).
 
-cut     contiguous runs of equal cost; the default
-mixed   a share of the wide streams and one of the narrow ones for every thread block; half of them begin with the
-        narrow one, so that arithmetic and memory are both in use all the time
-paper   slices of a stream, as many as a lower bound of the makespan asks for, longest first to whoever is free
-n       n equal slices of every stream, longest first to whoever is free
+aligned  runs of equal cost that are cut alike in all kv heads (`codec_jax.schedule`); the default
+paper    slices of a stream, as many as a lower bound of the makespan asks for, longest first to whoever is free
+n        n equal slices of every stream, longest first to whoever is free
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from codec_jax.cost import Estimate
-from codec_jax.schedule import Line, Schedule, Work, cut, even_cuts
+from codec_jax.schedule import Schedule, Work, aligned
 
 Policy = str | int
 
@@ -26,37 +24,15 @@ _GRID = 16
 def divide(work: Work, estimate: Estimate, policy: Policy) -> Schedule:
     """Cut the streams into segments and assign them to thread blocks.
 
-    Raises ValueError for a policy that is not "cut", "mixed", "paper" or a positive number of slices.
+    Raises ValueError for a policy that is not "aligned", "paper" or a positive number of slices.
     """
-    if policy == "cut":
-        return cut(work, estimate)
-    if policy == "mixed":
-        return _mixed(work, estimate)
+    if policy == "aligned":
+        return aligned(work, estimate)
     if policy == "paper":
         return _paper(work, estimate)
     if isinstance(policy, int) and not isinstance(policy, bool) and policy > 0:
         return _longest_first(_Slices.equal(work, estimate, np.full(len(work.wide), policy)))
-    raise ValueError(f"policy: expected 'cut', 'mixed', 'paper' or a positive number of slices, got {policy!r}")
-
-
-def _mixed(work: Work, estimate: Estimate) -> Schedule:
-    """Cut wide streams as if they were alone; narrow ones fill every thread block up to the mean."""
-    wide, narrow = (Line.of(work, estimate, np.flatnonzero(which)) for which in (work.wide, ~work.wide))
-    if not len(wide.stream) or not len(narrow.stream):
-        return cut(work, estimate)
-    cuts = even_cuts(wide)
-    of_wide, wide_cta = wide.cut(cuts)
-    load = np.diff(np.concatenate([[0.0], cuts, [wide.cost.sum()]]))
-    # Every thread block that takes part opens one more segment.
-    mean = (load.sum() + narrow.cost.sum()) / work.num_ctas
-    room = np.maximum(mean - load, 0)
-    of_narrow, narrow_cta = narrow.cut(np.cumsum(room)[:-1] * (narrow.cost.sum() / room.sum()))
-    cta = np.concatenate([wide_cta, narrow_cta])
-    # Even thread blocks end with what they have of narrow streams, odd ones begin with it.
-    late = np.concatenate([wide_cta % 2 == 1, narrow_cta % 2 == 0])
-    order = np.lexsort((late, cta))
-    stream, head, lo, hi = (np.concatenate(pair)[order] for pair in zip(of_wide[:4], of_narrow[:4], strict=True))
-    return Schedule(stream, head, lo, hi, np.searchsorted(cta[order], np.arange(work.num_ctas + 1)))
+    raise ValueError(f"policy: expected 'aligned', 'paper' or a positive number of slices, got {policy!r}")
 
 
 class _Slices:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int
 
 from codec_jax.arrays import HostOrDevice
 from codec_jax.pages import NO_SLOT
-from pallas_kernels.columns import Segment
+from pallas_kernels.columns import Page, Segment
 
 if TYPE_CHECKING:
     from codec_jax.forest import Forest
@@ -145,8 +145,9 @@ def readers_of_tokens(drafts: DraftTrees, forest: Forest, plan: Plan) -> Int[Arr
     As in `Plan.pages`, rows are counted from the first row of the stream's first tile. Tokens past the end of their
     node have an empty interval.
     """
-    _, node, first, readers = jnp.moveaxis(plan.pages[..., None], 2, 0)  # [blocks, slots, 1]
-    token = first + jnp.arange(plan.slot_tokens, dtype=jnp.int32)  # [blocks, slots, slot_tokens]
+    page = Page(*jnp.moveaxis(plan.pages[..., None], 2, 0))  # [blocks, slots, 1]
+    node, readers = page.node, page.readers
+    token = page.token + jnp.arange(plan.slot_tokens, dtype=jnp.int32)  # [blocks, slots, slot_tokens]
     tokens, group = plan.query_tokens, plan.group
     length = forest.length[node]
     row = forest.row_lo[node]  # of the only request that reads the node, if it is the leaf of one

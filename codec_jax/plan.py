@@ -160,7 +160,7 @@ def make_plan(
     lanes: int | None = None,
     block_capacity: int = 0,
     cost_model: CostModel | None = None,
-    policy: Policy = "cut",
+    policy: Policy = "aligned",
 ) -> Plan:
     """Plan attention over a forest on the host (paper, section 5: task division and scheduling).
 
@@ -171,7 +171,7 @@ def make_plan(
       head_dim: H.
       steps: tokens that every leaf may grow by, as far as its pages have room, before a new plan is due.
       query_tokens: T, query tokens per request; they are the last T tokens of its context.
-      num_ctas: thread blocks to spread the work over; defaults to the device's multiprocessors.
+      num_ctas: thread blocks to spread the work over, at most; defaults to the device's multiprocessors.
       tile_rows: query rows of a tile; defaults to what suits the device.
       block_tokens: KV tokens of a block: whole pages, or parts of pages that do not divide it. Defaults to what suits
         the device and the number of tokens; give it where plans of a growing forest must fit one compiled step.
@@ -180,8 +180,8 @@ def make_plan(
         more is padded to the next bucket.
       cost_model: what thread blocks take for their work, for this head layout and page size; defaults to what was
         measured on the device (`CostModel.default`).
-      policy: how streams are divided: "cut" into contiguous runs, "mixed", as the "paper" does, or into that many
-        equal slices each (see `codec_jax.division`).
+      policy: how streams are divided: "aligned" between kv heads, as the "paper" does, or into that many equal slices
+        each (see `codec_jax.division`).
 
     Raises ValueError for numbers that do not fit together, or a cost model for another layout or GPU; TypeError for a
     forest that lives on a device.
@@ -250,8 +250,9 @@ def make_plan(
     # Every segment leaves one partial for each of its tiles. Contiguous cuts keep within bounds, others may not.
     num_merges, wide_stretches = rows.num_tiles * num_kv_heads, int(wide.sum()) * num_kv_heads
     num_segments, needed = len(cut.lo), len(cut.lo) + int(np.count_nonzero(wide[cut.stream]))
-    capacity_of_cuts = num_merges + wide_stretches + tiling.num_ctas
-    num_partials = capacity_of_cuts + (wide_stretches + tiling.num_ctas) * (tiling.lanes - 1)
+    num_ctas = len(cut.cta_ptr) - 1
+    capacity_of_cuts = num_merges + wide_stretches + num_ctas
+    num_partials = capacity_of_cuts + (wide_stretches + num_ctas) * (tiling.lanes - 1)
     capacity_of_cuts = capacity_of_cuts if num_segments <= capacity_of_cuts else bucket(num_segments)
     num_partials = num_partials if needed <= num_partials else bucket(needed)
     tile, other_tile = streams.tile[cut.stream], streams.other_tile[cut.stream]

@@ -23,7 +23,7 @@ from codec_jax.schedule import loads
 from pallas_kernels.columns import Page, Segment
 
 #: A plan whose busiest thread block has more than this much of the mean load, and a block, is made anew.
-_MOST_IMBALANCE = 1.03
+_MOST_IMBALANCE = 1.08
 
 
 def replan(plan: Plan, planned: Forest, forest: Forest, *, steps: int = 1) -> Plan:

@@ -1,11 +1,13 @@
 """Cut the streams into segments of near-equal cost and give every thread block a run of them (paper, section 5).
 
-    cost      |-- wide streams x kv heads --|------ narrow streams x kv heads ------|
-    cuts      |      |      |      |        |      |      |      |      |      |    |     one run a thread block
+    one kv head   |..|--- stream 0 ---|..|--- stream 1 ---|- 2 -|- 3 -|
+    runs             |  r0   |   r1   |  |   r2  |   r3   |               .. .. 2 | 2 3     run r of head h: thread
+                                                                            r4      r5      block r K + h
 
-Streams lie end to end, so a cut is a position on one line and every thread block gets one contiguous run. Runs of a
-wide stream with many blocks end with it: the thread blocks of two pairs of tiles that read the same node then stand at
-the same place at the same time, and the second to ask for a block finds it in the L2 cache.
+A stream that fills whole runs does so up to its last block, and what is left of all streams is laid end to end and
+shared by the other runs. So equal streams are cut alike, and every kv head is. Thread blocks that read the same pages
+then do so at the same time: in K and V of other heads, which lie next to each other in memory, or once more for
+another pair of tiles, from the L2 cache.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from codec_jax.arrays import expand
 from codec_jax.cost import CostModel, Estimate
 from pallas_kernels.columns import Segment
 
 if TYPE_CHECKING:
     from codec_jax.plan import Plan
 
-#: Thread blocks that a wide stream must keep busy to have them to itself.
-_LEAST_TEAM = 8
+#: Share of the thread blocks that may be left out so that kv heads are cut alike.
+_MOST_LEFT_OUT = 0.1
+#: Loads that are tried for a run, in units of the least that it can be.
+_LOADS = np.append(np.linspace(1.0, 1.3, 61), [1.5, 2.0, 3.0, 10.0, 1e9])
 
 
 class Work(NamedTuple):
@@ -34,7 +39,7 @@ class Work(NamedTuple):
     unique_wide: float  # blocks of wide streams, those of several streams counted once
     block_tokens: int
     num_kv_heads: int
-    num_ctas: int
+    num_ctas: int  # at most
 
     @property
     def blocks(self) -> Int[np.ndarray, " streams"]:
@@ -61,83 +66,122 @@ class Schedule(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Streams end to end: for every stream, one stretch a kv head, along which cost adds up."""
+    """Stretches of blocks: for every stream that has any, one for each kv head of a group of heads."""
 
     work: Work
     stream: Int[np.ndarray, " stretches"]
+    head: Int[np.ndarray, " stretches"]  # counted within the group
     unit: Float[np.ndarray, "stretches 2"]  # cost of an unmasked and of a masked block
-    opening: Float[np.ndarray, " stretches"]  # cost before the first block
-    cost: Float[np.ndarray, " stretches"]
+    opening: Float[np.ndarray, " stretches"]  # cost of a segment beyond its blocks
+    body: Float[np.ndarray, " stretches"]  # cost of all blocks
 
     @classmethod
-    def of(cls, work: Work, estimate: Estimate, streams: Int[np.ndarray, " some"]) -> Line:
-        """Lay some streams end to end; those without blocks are left out."""
-        streams = streams[work.blocks[streams] > 0]
-        wide, unmasked = work.wide[streams].astype(np.int64), work.unmasked[streams]
+    def of(cls, work: Work, estimate: Estimate, num_heads: int) -> Line:
+        """Lay out the streams for a group of kv heads."""
+        stream = np.flatnonzero(work.blocks)
+        wide, unmasked = work.wide[stream].astype(np.int64), work.unmasked[stream]
         unit, opening = estimate.block_us[wide], estimate.segment_us(wide)
-        cost = opening + unmasked * unit[:, 0] + (work.blocks[streams] - unmasked) * unit[:, 1]
-        heads = work.num_kv_heads
-        return cls(work, np.repeat(streams, heads), *(np.repeat(x, heads, axis=0) for x in (unit, opening, cost)))
+        body = unmasked * unit[:, 0] + (work.blocks[stream] - unmasked) * unit[:, 1]
+        each = (np.repeat(x, num_heads, axis=0) for x in (unit, opening, body))
+        return cls(work, np.repeat(stream, num_heads), np.tile(np.arange(num_heads), len(stream)), *each)
 
-    def cut(self, cuts: Float[np.ndarray, " cuts"]) -> tuple[Schedule, Int[np.ndarray, " segments"]]:
-        """Cut the line at positions counted in cost, rounded to whole blocks.
+    def block_at(self, stretch: Int[np.ndarray, " n"], cost: Float[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Return the block of a stretch at which its blocks so far cost about this much."""
+        full, unit = self.work.unmasked[self.stream[stretch]], self.unit[stretch]
+        beyond = cost - full * unit[:, 0]
+        block = np.where(beyond <= 0, cost / unit[:, 0], full + beyond / unit[:, 1])
+        return np.clip(np.rint(block), 0, self.work.blocks[self.stream[stretch]]).astype(np.int64)
 
-        Returns the segments, in order, and for each of them how many cuts lie at or before its begin.
-        """
-        work, count = self.work, len(self.stream)
+
+class Pieces(NamedTuple):
+    """Parts of stretches, in the order in which runs have them."""
+
+    run: Int[np.ndarray, " pieces"]
+    stretch: Int[np.ndarray, " pieces"]
+    begin: Float[np.ndarray, " pieces"]  # cost of the stretch's blocks before it
+    end: Float[np.ndarray, " pieces"]
+
+
+def aligned(work: Work, estimate: Estimate) -> Schedule:
+    """Cut the streams for one group of kv heads, and all groups alike.
+
+    A group is one head, unless that leaves out too many thread blocks.
+    """
+    num_heads = next(n for n in range(1, work.num_kv_heads + 1) if _fits(work, n))
+    num_groups = work.num_kv_heads // num_heads
+    line = Line.of(work, estimate, num_heads)
+    num_runs = work.num_ctas // num_groups
+    run, stretch, begin, end = whole_runs(line, num_runs)
+    lo, hi = line.block_at(stretch, begin), line.block_at(stretch, end)
+    run, stretch, lo, hi = (x[hi > lo] for x in (run, stretch, lo, hi))
+    # Groups take turns: the same runs of all of them are neighbours.
+    cta = run[:, None] * num_groups + np.arange(num_groups)
+    order = np.argsort(cta.reshape(-1), kind="stable")
+    piece, group = np.divmod(order, num_groups)
+    stream = line.stream[stretch[piece]]
+    return Schedule(
+        stream=stream,
+        head=group * num_heads + line.head[stretch[piece]],
+        lo=work.stream_ptr[stream] + lo[piece],
+        hi=work.stream_ptr[stream] + hi[piece],
+        cta_ptr=np.searchsorted(cta.reshape(-1)[order], np.arange(num_groups * num_runs + 1)),
+    )
+
+
+def _fits(work: Work, num_heads: int) -> bool:
+    """Whether groups of this many kv heads leave few thread blocks without work; one group leaves none."""
+    num_groups, left = divmod(work.num_kv_heads, num_heads)
+    if left:
+        return False
+    return num_groups == 1 or work.num_ctas % num_groups <= min(
+        _MOST_LEFT_OUT * work.num_ctas, work.num_ctas - num_groups
+    )
+
+
+def whole_runs(line: Line, num_runs: int) -> Pieces:
+    """Cut the stretches into runs of about equal cost, as few of them as possible shared by several stretches."""
+    body, opening = line.body, line.opening
+    if not len(body):
         nothing = np.zeros(0, np.int64)
-        if not count:
-            return Schedule(nothing, nothing, nothing, nothing, np.zeros(len(cuts) + 2, np.int64)), nothing
-        end = np.cumsum(self.cost)
-        blocks = work.blocks[self.stream]
-        base = np.concatenate([[0], np.cumsum(blocks)])  # blocks before each stretch
-        # Where each cut falls: its stretch, then the block within it; cuts are counted in blocks from here on.
-        at = np.minimum(np.searchsorted(end, cuts, side="right"), count - 1)
-        full, unit = work.unmasked[self.stream[at]], self.unit[at]
-        inside = cuts - (end - self.cost)[at] - self.opening[at]
-        beyond = inside - full * unit[:, 0]
-        block = np.where(beyond <= 0, inside / unit[:, 0], full + beyond / unit[:, 1])
-        cut = base[at] + np.clip(np.rint(block), 0, blocks[at]).astype(np.int64)
+        return Pieces(nothing, nothing, np.zeros(0), np.zeros(0))
+    least = (body.sum() + opening.sum() * max(1.0, num_runs / len(body))) / num_runs
+    loads = least * _LOADS
+    large = np.flatnonzero(body + opening > least)  # the others fill no run, whatever its load
+    room = np.maximum(loads[:, None] - opening[large], 1e-9)
+    filled = np.floor(body[large] / room + 1e-6)
+    left = body[large] - filled * room
+    shared = np.where(left > 1e-6 * least, left + opening[large], 0.0).sum(1)
+    shared += (body + opening).sum() - (body + opening)[large].sum()
+    shared += opening.max() * np.floor(shared / loads)  # a cut opens one more segment
+    chosen = int(np.argmax(filled.sum(1) + np.ceil(shared / loads - 1e-6) <= num_runs))
 
-        bounds = np.sort(np.concatenate([base, cut]))
-        bounds = bounds[np.append(True, bounds[1:] > bounds[:-1])]
-        begin, past = bounds[:-1], bounds[1:]
-        stretch = np.searchsorted(base, begin, side="right") - 1
-        stream = self.stream[stretch]
-        shift = work.stream_ptr[stream] - base[stretch]  # from blocks of the line to blocks of the streams
-        cta_ptr = np.concatenate([[0], np.searchsorted(begin, cut), [len(begin)]])
-        segments = Schedule(stream, stretch % work.num_kv_heads, begin + shift, past + shift, cta_ptr)
-        return segments, np.searchsorted(cut, begin, side="right")
-
-
-def cut(work: Work, estimate: Estimate) -> Schedule:
-    """Cut all streams, laid end to end, into one contiguous run for each thread block."""
-    line = Line.of(work, estimate, np.arange(len(work.wide)))
-    return line.cut(even_cuts(line))[0]
-
-
-def even_cuts(line: Line) -> Float[np.ndarray, " num_ctas-1"]:
-    """Return where on the line the runs of thread blocks 1, 2, ... begin, such that all cost about as much."""
-    num_ctas, total = line.work.num_ctas, float(line.cost.sum())
-    # A wide stream is a group: its stretches in all kv heads, which follow each other.
-    wide_cost = line.cost[line.work.wide[line.stream]].reshape(-1, line.work.num_kv_heads).sum(1)
-    share = total / num_ctas
-    small = wide_cost < _LEAST_TEAM * share
-    alone = int(np.argmax(small)) if small.any() else len(wide_cost)
-    if not alone:
-        return share * np.arange(1, num_ctas)
-    groups = np.append(wide_cost[:alone], total - wide_cost[:alone].sum())
-    # The lightest load that fits: every group rounds up to whole thread blocks, and equal groups get equally many.
-    loads = share * np.linspace(1.0, 1.5, 101)[:, None]
-    fitting = np.ceil(groups / np.maximum(loads, 1e-9) - 1e-6)
-    ctas = fitting[np.argmax(fitting.sum(1) <= num_ctas), :alone].astype(np.int64)
-    cuts, base = [np.zeros(0)], 0.0
-    for cost, count in zip(groups, ctas, strict=False):
-        cuts.append(base + cost * np.arange(1, count + 1) / count)
-        base += cost
-    rest = num_ctas - int(ctas.sum())
-    cuts.append(base + (total - base) * np.arange(1, rest) / rest)
-    return np.concatenate(cuts)[: num_ctas - 1]
+    # Runs of one stretch: they end with it, so that leaves that grow make different runs longer.
+    whole = np.zeros(len(body), np.int64)
+    whole[large] = filled[chosen]
+    size = np.zeros(len(body))
+    size[large] = room[chosen]
+    left = np.maximum(body - whole * size, 0.0)
+    stretch, nth = expand(whole)
+    begin = left[stretch] + nth * size[stretch]
+    alone = Pieces(np.arange(len(stretch)), stretch, begin, begin + size[stretch])
+    # Runs of what is left, end to end, each piece after the cost of its segment.
+    rest = np.flatnonzero(left > 1e-6 * least)
+    others = num_runs - len(stretch)
+    if not len(rest) or others <= 0:
+        return alone
+    last = np.cumsum((left + opening)[rest])
+    first = np.concatenate([[0.0], last[:-1]])
+    cuts = last[-1] / others * np.arange(1, others)
+    bounds = np.sort(np.concatenate([first, cuts, last[-1:]]))
+    bounds = bounds[np.append(True, bounds[1:] > bounds[:-1])]
+    begin, end = bounds[:-1], bounds[1:]
+    nth = np.searchsorted(first, begin, side="right") - 1
+    run = len(stretch) + np.searchsorted(cuts, begin, side="right")
+    origin = first[nth] + opening[rest][nth]  # where the blocks of what is left begin on the line
+    # What is left ends exactly where the runs of its own begin.
+    past = np.where(end == last[nth], left[rest][nth], np.maximum(end - origin, 0.0))
+    together = Pieces(run, rest[nth], np.maximum(begin - origin, 0.0), past)
+    return Pieces(*(np.concatenate(pair) for pair in zip(alone, together, strict=True)))
 
 
 def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:

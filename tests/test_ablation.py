@@ -43,7 +43,7 @@ def test_every_forest_and_variant_has_a_row_and_all_are_checked(on_cpu, tmp_path
     got = {(row["part"], row["name"], row["variant"]) for row in rows}
     assert got == {
         *(("sharing", "binary", v) for v in ("neither", "tree only", "division only", "both")),
-        *(("fixed", "binary", v) for v in ("1 slice", "2 slices", "cut")),
+        *(("fixed", "binary", v) for v in ("1 slice", "2 slices", "aligned")),
     }
     assert len(rows) == len(got)
     for row in rows:
@@ -96,7 +96,7 @@ def test_variants_differ_in_what_they_share_and_how_they_divide(shared):
 def test_the_papers_sweeps_and_deep_trees_are_what_is_measured():
     cases = ablation.cases_of("policies", [])
     assert [case.workload for case in cases] == PAPER
-    assert all([variant.policy for variant in case.variants] == ["cut", "mixed", "paper"] for case in cases)
+    assert all([variant.policy for variant in case.variants] == ["aligned", "paper"] for case in cases)
     cases = ablation.cases_of("predicted", [TREE])
     assert [case.workload for case in cases] == [*PAPER, TREE]
     assert all(case.variants == [ablation.DEFAULT] for case in cases)

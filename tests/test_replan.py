@@ -28,7 +28,7 @@ def test_an_extended_plan_computes_everything_once_for_its_steps():
     def check(case, data):
         with pytest.MonkeyPatch.context() as monkeypatch:
             # However unbalanced it is.
-            monkeypatch.setattr(replanning, "_MOST_IMBALANCE", data.draw(st.sampled_from([1.03, 1e9, 1e9])))
+            monkeypatch.setattr(replanning, "_MOST_IMBALANCE", data.draw(st.sampled_from([1.08, 1e9, 1e9])))
             steps = case.options["steps"]
             forest, pool = case.forest, case.pool
             plan = case.plan()
@@ -51,7 +51,7 @@ def test_an_extended_plan_computes_everything_once_for_its_steps():
                 assert_computes_everything_once(plan, now, full)
 
     check()
-    assert min(kinds.values()) > 10, kinds
+    assert min(kinds.values()) > 2, kinds
     assert len(kinds) == 3
 
 
@@ -66,7 +66,7 @@ def test_streams_move_up_where_earlier_ones_open_blocks(seed, monkeypatch):
     options = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "steps": 12, "num_ctas": int(draw.integers(1, 9))}
     options |= {"tile_rows": 8, "block_tokens": 16, "lanes": int(draw.integers(1, 3)), "block_capacity": 400}
     case = Case(forest.reserve(pool, 12)[0], forest.reserve(pool, 12)[1], options, 60)
-    plan, moved = case.plan(policy=["cut", "paper", 3][seed % 3]), 0
+    plan, moved = case.plan(policy=["aligned", "paper", 3][seed % 3]), 0
     for _ in range(4):
         counts = draw.integers(0, 13, requests)
         forest, pool = grown(case.forest, case.pool, counts, 12)
@@ -123,15 +123,15 @@ def test_an_extended_plan_keeps_its_shapes_and_depends_on_its_arguments_alone():
 def test_plans_are_made_anew_before_they_are_out_of_balance():
     forest, _, pool = interval(requests=64, root=60_000)
     plan = make_plan(forest, **HEADS, **SIZES)
-    anew = 0
-    for _ in range(12):
-        after, pool = grown(forest, pool, 16, 16)
+    anew, counts = 0, np.where(np.arange(65) < 16, 16, 0)  # the leaves of one tile grow
+    for _ in range(24):
+        after, pool = grown(forest, pool, counts, 16)
         following = replan(plan, forest, after, steps=16)
         anew += same(following, make_plan(after, **HEADS, **SIZES, block_capacity=len(plan.pages)))
         forest, plan = after, following
         load = loads(plan)
-        assert load.max() < 1.05 * load.mean()
-    assert 1 <= anew <= 8
+        assert load.max() < 1.1 * load.mean()
+    assert 1 <= anew <= 16
 
 
 @pytest.mark.parametrize(

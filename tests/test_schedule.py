@@ -1,6 +1,7 @@
 """How streams of blocks are cut into segments and handed out to thread blocks, under every policy."""
 
 import heapq
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from codec_jax.cost import Estimate, Layout
 from codec_jax.division import divide
 from codec_jax.schedule import Schedule
 
-POLICIES = ["cut", "mixed", "paper", 1, 2, 7]
+POLICIES = ["aligned", "paper", 1, 2, 7]
 MODEL = cost_model(Layout(8, 8, 128, 16), block_tokens=128)
 
 
@@ -48,7 +49,7 @@ class Work(NamedTuple):
         unique_wide = float(max(self.wide, default=0))
         return schedule.Work(self.ptr, self.unmasked, self.is_wide, unique_wide, 128, self.num_kv_heads, self.num_ctas)
 
-    def cut(self, policy="cut") -> Schedule:
+    def cut(self, policy="aligned") -> Schedule:
         return divide(self.planned, self.planned.estimate(MODEL), policy)
 
 
@@ -70,7 +71,7 @@ def works(blocks: st.SearchStrategy[int], least_ctas: int = 1) -> st.SearchStrat
 @given(works(st.one_of(st.integers(0, 3), st.integers(0, 500))), st.sampled_from(POLICIES))
 def test_every_block_of_every_stream_and_head_is_in_one_segment(work, policy):
     cut = work.cut(policy)
-    assert len(cut.cta_ptr) == work.num_ctas + 1
+    assert 0.9 * work.num_ctas <= len(cut.cta_ptr) - 1 <= work.num_ctas
     assert (cut.cta_ptr[0], cut.cta_ptr[-1]) == (0, len(cut.lo))
     assert (np.diff(cut.cta_ptr) >= 0).all()
     assert (cut.hi > cut.lo).all()
@@ -79,26 +80,21 @@ def test_every_block_of_every_stream_and_head_is_in_one_segment(work, policy):
         for stream, head, lo, hi in zip(cut.stream, cut.head, cut.lo, cut.hi, strict=True)
         for block in range(lo, hi)
     ]
-    expected = [
+    assert sorted(got) == [
         (stream, head, block)
         for stream in range(len(work.blocks))
         for head in range(work.num_kv_heads)
         for block in range(work.ptr[stream], work.ptr[stream + 1])
     ]
-    # The default policy keeps their order, and a cut inside a stream is the end of a thread block's run.
-    assert (got if policy == "cut" else sorted(got)) == expected
-    if policy == "cut":
-        inside = np.diff(cut.stream * work.num_kv_heads + cut.head) == 0
-        assert set(np.flatnonzero(inside) + 1) <= set(cut.cta_ptr.tolist())
 
 
 def waiting_of(work: Work) -> float:
-    """How much of the wait for memory shows: what memory takes beyond the arithmetic, over what could be waited for."""
+    """How much of narrow blocks' wait shows: what memory takes beyond the arithmetic, over what could be waited for."""
     blocks = np.stack([work.unmasked, work.blocks - work.unmasked])  # [unmasked or masked, streams]
-    fast = (blocks * np.where(work.is_wide, 1.8, 1.0) * [[1.0], [1.25]]).sum()
-    slow = (blocks * np.maximum(2.0, np.where(work.is_wide, 1.8, 1.0) * [[1.0], [1.25]])).sum()
+    fast = (blocks * np.where(work.is_wide, [[2.0], [2.25]], [[1.0], [1.25]])).sum()
+    slow = (blocks * np.where(work.is_wide, [[2.0], [2.25]], 2.0)).sum()
     read = 2.0 * (max(work.wide, default=0) + sum(work.narrow))
-    return float(np.clip((read - fast) / (slow - fast), 0, 1)) if slow > fast else 1.0
+    return float(np.clip((read - fast) / (slow - fast), 0.3, 1)) if slow > fast else 1.0
 
 
 def loads(work: Work, cut: Schedule) -> np.ndarray:
@@ -106,11 +102,12 @@ def loads(work: Work, cut: Schedule) -> np.ndarray:
     middle = np.clip((work.ptr[:-1] + work.unmasked)[cut.stream], cut.lo, cut.hi)
     wide, blocks = work.is_wide[cut.stream], cut.hi - cut.lo
     cached = np.where(wide, 1.8, 1.0) * (blocks + 0.25 * (cut.hi - middle))
-    cost = 3.0 + 0.5 * (1 + wide) + cached + waiting_of(work) * np.maximum(2.0 * blocks - cached, 0)
+    cost = 3.0 + 0.5 * (1 + wide) + cached
+    cost += np.where(wide, 1.0, waiting_of(work)) * np.maximum(2.0 * blocks - cached, 0)
     return np.diff(np.pad(np.cumsum(cost), (1, 0))[cut.cta_ptr])
 
 
-# 13 teams of 9.6 thread blocks, and what remains for the other 7: rounded to 10, they would leave 2.
+# 13 streams that fill 9.6 thread blocks each.
 TEAMS = Work(wide=[960] * 13, narrow=[91] * 8, masked=0, num_kv_heads=8, num_ctas=132)
 
 
@@ -163,25 +160,37 @@ def test_fixed_slices_are_equal_and_the_longest_go_first_to_whoever_is_free(work
     np.testing.assert_allclose(np.sort(loads(work, cut)), np.sort(heap), rtol=2e-3)
 
 
-def test_mixed_thread_blocks_have_both_kinds_and_take_turns_to_begin_with_them():
-    work = Work(wide=[900, 900], narrow=[500] * 6, masked=0, num_kv_heads=8, num_ctas=132)
-    cut = work.cut("mixed")
-    wide = work.is_wide[cut.stream]
-    begins = []
-    for cta, (lo, hi) in enumerate(zip(cut.cta_ptr[:-1], cut.cta_ptr[1:], strict=True)):
-        kinds = wide[lo:hi].tolist()
-        assert kinds == sorted(kinds, reverse=cta % 2 == 0)
-        begins.append((cta % 2, kinds[0], True in kinds and False in kinds))
-    assert sum(both for _, _, both in begins) >= 120
-    load = loads(work, cut)
-    assert load.max() < 1.05 * load.mean()
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_ctas", "heads_of_group"), [(8, 132, 1), (1, 132, 1), (32, 132, 1), (28, 132, 2), (32, 16, 2)]
+)
+def test_all_groups_of_heads_are_cut_alike_and_read_the_same_at_the_same_time(num_kv_heads, num_ctas, heads_of_group):
+    work = Work([500, 500], [300, 90, 8, 1], masked=1, num_kv_heads=num_kv_heads, num_ctas=num_ctas)
+    cut, groups = work.cut(), num_kv_heads // heads_of_group
+    runs = [
+        list(zip(cut.stream[lo:hi], cut.head[lo:hi] % heads_of_group, cut.lo[lo:hi], cut.hi[lo:hi], strict=True))
+        for lo, hi in zip(cut.cta_ptr[:-1], cut.cta_ptr[1:], strict=True)
+    ]
+    groups_of_runs = [set(cut.head[lo:hi] // heads_of_group) for lo, hi in itertools.pairwise(cut.cta_ptr)]
+    assert len(runs) == num_ctas // groups * groups
+    for first in range(0, len(runs), groups):
+        assert all(run == runs[first] for run in runs[first : first + groups])
+        assert not runs[first] or groups_of_runs[first : first + groups] == [{group} for group in range(groups)]
+
+
+@given(st.integers(100, 2000), st.integers(2, 6), works(st.integers(0, 50), least_ctas=66))
+def test_large_streams_are_cut_alike_from_their_last_block_on(blocks, count, work):
+    work = work._replace(wide=[], narrow=[blocks] * count + work.narrow, masked=0, num_kv_heads=1)
+    cut = work.cut()
+    lone = np.repeat(np.diff(cut.cta_ptr) == 1, np.diff(cut.cta_ptr))
+    bounds = [np.unique(work.ptr[stream + 1] - cut.lo[lone & (cut.stream == stream)]) for stream in range(count)]
+    fewest = min(map(len, bounds))
+    # What is left of a stream may fill a run as well.
+    assert all((each[: fewest - 1] == bounds[0][: fewest - 1]).all() and len(each) <= fewest + 1 for each in bounds)
 
 
 @pytest.mark.parametrize("policy", ["best", 0, -1, True, 1.5, None])
 def test_another_policy_raises(policy):
-    with pytest.raises(
-        ValueError, match=r"policy: expected 'cut', 'mixed', 'paper' or a positive number of slices, got"
-    ):
+    with pytest.raises(ValueError, match=r"policy: expected 'aligned', 'paper' or a positive number of slices, got"):
         Work([3], [4], 0, 1, 2).cut(policy)
 
 
@@ -190,45 +199,21 @@ def test_another_policy_raises(policy):
     [
         # All read their own: 100 blocks of 2 us, and each waits for all of it.
         ((100, 0), (0, 0), 0, 1000),
-        # 80 wide blocks of 40 unique ones: 144 us of arithmetic, 80 us of memory.
-        ((0, 0), (80, 0), 40, 0),
-        # 50 narrow and 80 wide ones: 194 us of arithmetic, 180 of memory.
-        ((50, 0), (80, 0), 40, 0),
-        # 100 narrow: 244 us of arithmetic, 280 of memory; 116 us could be waited for.
-        ((100, 0), (80, 0), 40, round(1000 * 36 / 116)),
-        # With masks: 144 + 125 us of arithmetic, 91 to be waited for.
-        ((0, 100), (80, 0), 40, round(1000 * 11 / 91)),
+        # 50 narrow blocks, and 80 wide ones of 40 unique ones: 210 us of arithmetic, 180 of memory.
+        ((50, 0), (80, 0), 40, 300),
+        # 150 narrow: 310 us of arithmetic, 380 of memory; 150 us could be waited for.
+        ((150, 0), (80, 0), 40, round(1000 * 70 / 150)),
+        # With masks: 160 + 187.5 us of arithmetic, 112.5 to be waited for.
+        ((0, 150), (80, 0), 45, round(1000 * 42.5 / 112.5)),
+        ((0, 0), (80, 0), 40, 1000),
         ((0, 0), (0, 0), 0, 1000),
     ],
 )
 def test_what_memory_takes_beyond_the_arithmetic_is_waited_for(narrow, wide, unique_wide, waiting):
     estimate = Estimate.of(MODEL, 128, narrow, wide, unique_wide)
     assert estimate.waiting == waiting
-    block = [[1 + waiting / 1000, 1.25 + 0.75 * waiting / 1000], [1.8 + 0.2 * waiting / 1000, 2.25]]
+    block = [[1 + waiting / 1000, 1.25 + 0.75 * waiting / 1000], [2.0, 2.25]]
     np.testing.assert_allclose(estimate.block_us, block)
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.one_of(st.just(1000), st.integers(800, 1200)), min_size=1, max_size=9),
-    st.lists(st.integers(1, 80), max_size=10),
-    st.sampled_from([0, 5]),
-    st.sampled_from([1, 8]),
-)
-def test_thread_blocks_of_a_large_wide_stream_have_nothing_else_and_stand_where_those_of_its_equals_do(
-    wide, narrow, masked, num_kv_heads
-):
-    work = Work(wide, narrow, masked, num_kv_heads, num_ctas=132)
-    cut = work.cut()
-    runs = [cut.stream[lo:hi].tolist() for lo, hi in zip(cut.cta_ptr[:-1], cut.cta_ptr[1:], strict=True)]
-    for stream in range(len(wide)):
-        assert all(set(run) == {stream} for run in runs if stream in run)
-    # Where equal streams are cut, counted from their first block, up to rounding.
-    pieces = {}
-    for stream, blocks in enumerate(wide):
-        mine = cut.stream == stream
-        piece = np.stack([cut.head[mine] * blocks, cut.lo[mine] - work.ptr[stream]])
-        np.testing.assert_allclose(piece, pieces.setdefault(blocks, piece), rtol=0, atol=1)
 
 
 def test_a_wide_stream_that_keeps_few_thread_blocks_busy_shares_its_last_one():
