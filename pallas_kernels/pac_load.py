@@ -1,5 +1,7 @@
-"""The loading warpgroup of PAC: one copy per page and ring, as far ahead as the rings allow."""
+"""The loading warpgroup of PAC: one copy per page and ring, or one per block, as far ahead as the rings allow."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -19,8 +21,8 @@ def load_blocks(pipeline: Pipeline) -> None:
     """Fill the rings of K and V, block after block of every segment."""
     inputs, scratch, sizes = pipeline.inputs, pipeline.scratch, pipeline.sizes
     rings = (
-        (inputs.key_pages, scratch.keys, scratch.keys_full, scratch.keys_free),
-        (inputs.value_pages, scratch.values, scratch.values_full, scratch.values_free),
+        (inputs.keys, scratch.keys, scratch.keys_full, scratch.keys_free),
+        (inputs.values, scratch.values, scratch.values_full, scratch.values_free),
     )
 
     def ids_of(block: jax.Array) -> _Ids:
@@ -34,18 +36,35 @@ def load_blocks(pipeline: Pipeline) -> None:
             slot = pipeline.slot(number)
             # A load from global memory takes longer than a block: ask for the next block's pages now.
             following = ids_of(jnp.where(i + 1 < count, segment.lo + i + 1, next_segment.lo))
-            for pages, ring, full, free in rings:
+            # Copies are issued one after another, so pages that follow each other in memory share one.
+            together = functools.reduce(operator.and_, (page == ids[0] + j for j, page in enumerate(ids)))
+            for tokens, ring, full, free in rings:
+                arrived = pipeline.full(full, segment, number)
+
+                def copy(j: int, count: int, tokens: Any = tokens, ring: Any = ring, arrived: Any = arrived) -> None:
+                    """Copy `count` pages from the block's page j on."""
+                    first = pl.ds(ids[j] * sizes.page_size, count * sizes.page_size)
+                    plgpu.copy_gmem_to_smem(
+                        tokens.at[first, segment.head],  # [count * page_size, H]
+                        ring.at[slot, pl.ds(j * sizes.page_size, count * sizes.page_size)],
+                        arrived,
+                    )
 
                 @pl.when(number >= sizes.stages)
                 def _wait(free: Any = free) -> None:
                     plgpu.barrier_wait(free.at[slot])
 
-                for j, page in enumerate(ids):
-                    plgpu.copy_gmem_to_smem(
-                        pages.at[page, :, segment.head],  # [page_size, H]
-                        ring.at[slot, pl.ds(j * sizes.page_size, sizes.page_size)],
-                        pipeline.full(full, segment, number),
-                    )
+                @pl.when(together)
+                def _one_copy(copy: Any = copy, arrived: Any = arrived) -> None:
+                    copy(0, sizes.slots)
+                    for _ in range(sizes.slots - 1):  # the barrier expects an arrival for each page
+                        plgpu.barrier_arrive(arrived)
+
+                @pl.when(jnp.logical_not(together))
+                def _page_by_page(copy: Any = copy) -> None:
+                    for j in range(sizes.slots):
+                        copy(j, 1)
+
             return following
 
         return lax.fori_loop(0, count, step, ids)

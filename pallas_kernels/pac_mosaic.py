@@ -4,6 +4,7 @@
                                 pages of block i ──────┴───────────────────────────►│  stages  │
                                                                                     └─ V ring ─┘
     warpgroup 3 (pac_prepare)   requests of the tile ─► query rows ─► Q tiles;  lengths of the nodes ─► mask columns
+         (pac_check)            lengths of all nodes, shared out ─► does the plan still hold?
     warpgroups 0, 1             S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
           (pac_compute)
 
@@ -22,6 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.interpret import tile_shape
+from pallas_kernels.pac_check import check
 from pallas_kernels.pac_compute import compute
 from pallas_kernels.pac_load import load_blocks
 from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Inputs, Outputs, Pipeline, Scratch, Sizes
@@ -31,6 +33,15 @@ from pallas_kernels.packing import TILE_ROWS, Packing
 _LOADER, _PREPARER = LANES, LANES + 1
 _REGISTERS = {"compute": 208, "load": 40, "prepare": 56}  # of a thread; 4 x 128 threads share 65,536
 _LOG2E = math.log2(math.e)
+
+
+class Exactness(NamedTuple):
+    """What must hold for the plan to be exact: `least <= length <= most` for every node, and equal structures."""
+
+    least: jax.Array  # int32 [nodes]
+    most: jax.Array
+    structure: jax.Array  # int32 [1]
+    planned_structure: jax.Array
 
 
 class Causal(NamedTuple):
@@ -49,6 +60,7 @@ def pac(
     pages: jax.Array,
     segments: jax.Array,
     runs: jax.Array,
+    exactness: Exactness,
     *,
     causal: Causal | None,
     readers_of_tokens: jax.Array | None = None,
@@ -57,7 +69,7 @@ def pac(
     stages: int,
     scale: float,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute the partials of all segments.
 
     Args:
@@ -70,6 +82,7 @@ def pac(
       segments: int32 [segments, 10], the fields of `Segment`.
       runs: int32 [num_ctas, 12 + slots]: first segment and the one after the last of each thread block, the fields
         of the first, and the page ids of its first block.
+      exactness: what the plan relies on.
       causal: for T > 1 tokens that are causal among themselves; None otherwise.
       readers_of_tokens: int32 [blocks, slots * page_size], the rows that see each token, as in `Page.readers`; None if
         all tokens of a page are seen by the same rows, up to causality.
@@ -80,7 +93,8 @@ def pac(
       interpret: parameters of the GPU interpreter, to simulate the kernel on a CPU.
 
     Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
-    Partials that no segment refers to are not written.
+    Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]:
+    1 where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
     """
     batch, tokens, num_q_heads, head_dim = query.shape
     sizes = Sizes(
@@ -97,8 +111,9 @@ def pac(
         dtype=query.dtype,
         interpreted=interpret is not None,
     )
-    inputs = [query.reshape(batch * tokens, num_q_heads, head_dim), key_pages, value_pages, request_of_row]
-    inputs += [node_length, pages, segments, runs]
+    inputs = [query.reshape(batch * tokens, num_q_heads, head_dim)]
+    inputs += [x.reshape(-1, *x.shape[2:]) for x in (key_pages, value_pages)]
+    inputs += [request_of_row, node_length, pages, segments, runs, *exactness]
     masks = {} if causal is None else causal._asdict()
     if readers_of_tokens is not None:
         # One token for each thread of the warpgroup that prepares the mask.
@@ -129,6 +144,7 @@ def pac(
         def _prepare() -> None:
             plgpu.set_max_registers(_REGISTERS["prepare"], action="decrease")
             prepare(pipeline)
+            check(pipeline)
 
     kernel = plgpu.kernel(
         body,
@@ -136,6 +152,7 @@ def pac(
             jax.ShapeDtypeStruct((num_partials, TILE_ROWS, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_partials, TILE_ROWS), jnp.float32),
             jax.ShapeDtypeStruct((num_partials, TILE_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((-(-runs.shape[0] // 128) * 128,), jnp.int32),
         ],
         scratch_types=list(_scratch(sizes)),
         grid=(runs.shape[0],),

@@ -21,13 +21,17 @@ class Inputs(NamedTuple):
     """References in global memory, in the order of the kernel's arguments."""
 
     query: Any  # [B x T, N, H]
-    key_pages: Any
-    value_pages: Any
+    keys: Any  # [num_pages x page_size, K, H]
+    values: Any
     request_of_row: Any
     node_length: Any
     pages: Any
     segments: Any
     runs: Any
+    least_length: Any
+    most_length: Any
+    structure: Any
+    planned_structure: Any
     node_start: Any = None  # with causal masks only
     query_position: Any = None
     readers_of_tokens: Any = None  # with masks by token only: [blocks, BLOCK_TOKENS]
@@ -39,6 +43,7 @@ class Outputs(NamedTuple):
     out: Any  # [partials, 64, H]
     max: Any  # [partials, 64]
     sum: Any
+    broken: Any  # [thread blocks and more], whether one of the nodes that it looked at breaks the plan
 
 
 class Scratch(NamedTuple):

@@ -1,14 +1,15 @@
 """POR on Hopper: merge the partials of every stream, in the order of the plan, and write the output where it belongs.
 
-    one thread block per (stream, 16 columns of the head):
+    one thread block per (stream, 16 or 32 columns of the head):
 
-        partials of the stream, 8 at a time ─► w = l 2^(m - M) ─► sum of w O over sum of w ─► rows of each request
-        lengths of all nodes ─► does the plan still hold? ─► NaN if not
+        partials of the stream, several at a time ─► w = l 2^(m - M) ─► sum of w O over sum of w ─► rows of each request
+        what PAC's thread blocks found ─► NaN if the plan does not hold
 
 Loading several partials before using any hides the latency of global memory; the order never changes, so results are
 the same from run to run.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,37 +19,43 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.columns import NODE_GROUP
 from pallas_kernels.compat import load, store
 from pallas_kernels.interpret import store_tile, tile_shape, view_unit, view_units
 from pallas_kernels.pac_compute import LOWEST
 from pallas_kernels.packing import TILE_ROWS, Packing
 
-_COLUMNS = 16  # of the head, for one thread block
-_UNROLL = 16  # partials in flight
+_THREADS = 128
+
+
+class _Grain(NamedTuple):
+    """How finely the work is cut."""
+
+    columns: int  # of the head, for one thread block
+    many: int  # partials in flight
+    few: int  # and in the last turns
+
+
+#: Few streams: much in flight in each of many thread blocks.
+_FINE = _Grain(16, many=16, few=2)
+#: Many streams, of few partials each: fewer thread blocks, of which more fit a multiprocessor at a time.
+_COARSE = _Grain(32, many=4, few=1)
+#: Thread blocks from which on _COARSE is used: about as many as a GPU runs at a time.
+_CROWD = 1024
+
 _LN2 = 0.6931471805599453
-
-
-class Exactness(NamedTuple):
-    """What must hold for the plan to be exact: `least <= length <= most` for every node, and equal structures."""
-
-    length: jax.Array  # int32 [nodes], nodes a multiple of NODE_GROUP
-    least: jax.Array
-    most: jax.Array
-    structure: jax.Array  # int32 [1]
-    planned_structure: jax.Array
 
 
 def por(
     out: jax.Array,
     row_max: jax.Array,
     row_sum: jax.Array,
+    broken: jax.Array,
     merge_ptr: jax.Array,
     tile_unit: jax.Array,
     request_of_row: jax.Array,
     used_rows: jax.Array,
-    exactness: Exactness,
     *,
+    num_ctas: int,
     packing: Packing,
     query_shape: tuple[int, ...],
     dtype: DTypeLike,
@@ -60,12 +67,14 @@ def por(
       out: float32 [partials, 64, H].
       row_max: float32 [partials, 64], in units of log2.
       row_sum: float32 [partials, 64].
+      broken: int32 [num_ctas, rounded up to a multiple of 128], not 0 where a thread block of PAC found that the plan
+        does not hold.
       merge_ptr: int32 [streams + 1]; stream tile * K + head merges partials [merge_ptr[u], merge_ptr[u + 1]).
       tile_unit: int32 [tiles], the unit of the query at which each tile begins, or -1 if its units are not
         consecutive there.
       request_of_row: int32 [B], the request of each request row.
       used_rows: int32 [1]; query rows from there on belong to free request slots.
-      exactness: what the plan relies on.
+      num_ctas: thread blocks of PAC.
       packing: how query rows make up a tile.
       query_shape: [B, T, N, H].
       dtype: of the output.
@@ -77,6 +86,8 @@ def por(
     batch, tokens, num_q_heads, head_dim = query_shape
     num_kv_heads = num_q_heads // packing.group
     num_streams = merge_ptr.shape[0] - 1
+    grain = _FINE if num_streams * head_dim <= _CROWD * _FINE.columns else _COARSE
+    columns = grain.columns
     units, chunk = packing.units, packing.rows_of_unit
     num_units = batch * tokens * packing.parts
     most_units = min(units, batch * tokens)
@@ -84,40 +95,35 @@ def por(
     interpreted = interpret is not None
 
     def body(*refs: Any) -> None:
-        o_ref, m_ref, s_ref, ptr_ref, unit_ref, request_ref, used_ref, *refs = refs  # type: ignore[assignment]
-        length_ref, least_ref, most_ref, structure_ref, planned_ref, out_ref, max_ref, sum_ref, out_smem, row_smem = (
-            refs
-        )
+        o_ref, m_ref, s_ref, broken_ref, ptr_ref, unit_ref, request_ref, used_ref, *refs = refs  # type: ignore[assignment]
+        out_ref, max_ref, sum_ref, out_smem, row_smem = refs
         stream, part_of_head = lax.axis_index("stream"), lax.axis_index("part")
         tile, head = lax.div(stream, jnp.int32(num_kv_heads)), lax.rem(stream, jnp.int32(num_kv_heads))
         first, last = ptr_ref[stream], ptr_ref[stream + 1]
-        begin = pl.multiple_of(part_of_head * _COLUMNS, _COLUMNS)
+        begin = pl.multiple_of(part_of_head * columns, columns)
         rows = plgpu.Layout.WGMMA.reduce(1)
 
         def spread(x: jax.Array) -> jax.Array:
-            return lax.broadcast_in_dim(x, (TILE_ROWS, _COLUMNS), [0])
+            return lax.broadcast_in_dim(x, (TILE_ROWS, columns), [0])
 
-        def wrong_lengths() -> jax.Array:
-            """Count, in each thread, the nodes whose length the plan does not allow."""
-            thread = plgpu.Layout.WG_STRIDED((NODE_GROUP,), 1)
+        def objections() -> jax.Array:
+            """Count, in each thread, the thread blocks of PAC that found the plan broken."""
+            thread = plgpu.Layout.WG_STRIDED((_THREADS,), 1)
+            cta = plgpu.broadcasted_iota(jnp.int32, (_THREADS,), 0, layout=thread)
+            count = plgpu.layout_cast(jnp.full((_THREADS,), 0, jnp.int32), thread)
+            for begin in range(0, num_ctas, _THREADS):
+                count += jnp.where(begin + cta < num_ctas, load(broken_ref.at[pl.ds(begin, _THREADS)], thread), 0)
+            return count
 
-            def add(i: jax.Array, count: jax.Array) -> jax.Array:
-                nodes = pl.ds(pl.multiple_of(i * NODE_GROUP, NODE_GROUP), NODE_GROUP)
-                length, least, most = (load(ref.at[nodes], thread) for ref in (length_ref, least_ref, most_ref))
-                return count + jnp.where((length < least) | (length > most), 1, 0)
-
-            zero = plgpu.layout_cast(jnp.full((NODE_GROUP,), 0, jnp.int32), thread)
-            return lax.fori_loop(0, length_ref.shape[0] // NODE_GROUP, add, zero)
-
-        def step(j: jax.Array, carry: tuple) -> tuple:
+        def step(j: jax.Array, carry: tuple, first: jax.Array, at_once: int) -> tuple:
             acc, most, total = carry
             loaded = []
-            for k in range(_UNROLL):
-                i = first + j * _UNROLL + k
+            for k in range(at_once):
+                i = first + j * at_once + k
                 partial = jnp.minimum(i, last - 1)
                 counted = jnp.where(i < last, 1.0, 0.0).astype(jnp.float32)
                 loaded.append((
-                    load(o_ref.at[partial, :, pl.ds(begin, _COLUMNS)], plgpu.Layout.WGMMA),  # [64, 16]
+                    load(o_ref.at[partial, :, pl.ds(begin, columns)], plgpu.Layout.WGMMA),  # [64, columns]
                     load(m_ref.at[partial], rows),  # [64]
                     load(s_ref.at[partial], rows) * counted,
                 ))  # fmt: skip
@@ -132,14 +138,18 @@ def por(
             return acc, new_most, total
 
         carry = (
-            plgpu.layout_cast(jnp.full((TILE_ROWS, _COLUMNS), 0, jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((TILE_ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), rows),
             plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), rows),
         )
-        wrong = wrong_lengths()
-        acc, most, total = lax.fori_loop(0, lax.div(last - first + (_UNROLL - 1), jnp.int32(_UNROLL)), step, carry)
-        holds = (jnp.max(wrong) == 0) & (structure_ref[0] == planned_ref[0])
-        spoiled = jnp.where(holds, 0.0, jnp.nan).astype(jnp.float32)
+        against = objections()
+        # Loads of a turn that has too few partials are wasted, so the last few have turns of their own.
+        many = lax.div(last - first + (grain.many - 1 - grain.few), jnp.int32(grain.many))
+        few_first = jnp.minimum(first + many * grain.many, last)
+        few = lax.div(last - few_first + (grain.few - 1), jnp.int32(grain.few))
+        carry = lax.fori_loop(0, many, functools.partial(step, first=first, at_once=grain.many), carry)
+        acc, most, total = lax.fori_loop(0, few, functools.partial(step, first=few_first, at_once=grain.few), carry)
+        spoiled = jnp.where(jnp.max(against) == 0, 0.0, jnp.nan).astype(jnp.float32)
         row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA)
         merged = jnp.where(row + tile * packing.tile_rows < used_ref[0], acc / spread(jnp.maximum(total, 1e-30)), 0.0)
         merged = (merged + spoiled).astype(dtype)
@@ -156,7 +166,7 @@ def por(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 view_units(out_smem, 0, count=most_units, packing=packing, interpreted=interpreted),
-                out_ref.at[pl.ds(unit, most_units), pl.ds(head * packing.group, chunk), pl.ds(begin, _COLUMNS)],
+                out_ref.at[pl.ds(unit, most_units), pl.ds(head * packing.group, chunk), pl.ds(begin, columns)],
             )
 
         @pl.when(unit < 0)
@@ -177,7 +187,7 @@ def por(
 
                 @pl.when(number < num_units)
                 def _inside() -> None:
-                    plgpu.copy_smem_to_gmem(source, out_ref.at[entry, heads, pl.ds(begin, _COLUMNS)])
+                    plgpu.copy_smem_to_gmem(source, out_ref.at[entry, heads, pl.ds(begin, columns)])
 
             lax.fori_loop(0, units if by_unit else packing.tile_rows, write, None)
 
@@ -196,13 +206,15 @@ def por(
             jax.ShapeDtypeStruct((num_streams, TILE_ROWS), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM(tile_shape(packing, _COLUMNS, interpreted), dtype, transforms=(plgpu.SwizzleTransform(32),)),
-            plgpu.SMEM((TILE_ROWS, 64 // _COLUMNS, _COLUMNS), dtype),  # rows of 128 bytes
+            plgpu.SMEM(
+                tile_shape(packing, columns, interpreted), dtype, transforms=(plgpu.SwizzleTransform(2 * columns),)
+            ),
+            plgpu.SMEM((TILE_ROWS, 64 // columns, columns), dtype),  # rows of 128 bytes
         ],
-        grid=(num_streams, head_dim // _COLUMNS),
+        grid=(num_streams, head_dim // columns),
         grid_names=("stream", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    merged, most, total = kernel(out, row_max, row_sum, merge_ptr, tile_unit, request_of_row, used_rows, *exactness)
+    merged, most, total = kernel(out, row_max, row_sum, broken, merge_ptr, tile_unit, request_of_row, used_rows)
     return merged.reshape(query_shape), most, total

@@ -52,6 +52,7 @@ class Case(NamedTuple):
     requests: int | None = None
     dtype: Any = jnp.bfloat16
     wide: bool = False
+    crowded: bool = False  # as if there were many streams
 
 
 CASES = {
@@ -68,14 +69,17 @@ CASES = {
     ),
     "causal and narrow": Case(TREE, Heads(2, 1, 64), query_tokens=3, page_size=24),
     "seven q heads, row by row": Case(SIX, Heads(7, 1, 64), page_size=8),
+    "many streams": Case(TREE, Heads(8, 2, 64), num_ctas=3, crowded=True),
     "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_interpreted_kernels_equal_dense_attention_without_races(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if case.crowded:
+        monkeypatch.setattr(por_mosaic, "_CROWD", 0)
     forest = Forest.from_nodes(*case.tree, page_size=case.page_size, request_capacity=case.requests)
     plan = plan_of(
         forest,

@@ -76,6 +76,7 @@ LAYOUTS = [
     Call(Heads(71, 1, 64), 128, page_size=64, query_tokens=3),
     Call(Heads(8, 4, 256), 64, page_size=256, query_tokens=2),
     Call(Heads(8, 8, 256), 64, page_size=8, requests=70),
+    Call(Heads(32, 8, 128), 128, requests=1024),
 ]
 
 
