@@ -31,7 +31,6 @@ from codec_jax.capacity import bucket
 from codec_jax.order import FREE, NO_NODE, depth_first
 from codec_jax.pages import NO_SLOT, PagePool
 from codec_jax.prefixes import shared_pages, shared_runs
-from pallas_kernels.columns import NODE_GROUP
 
 #: The length of a leaf whose `extend` could not be honoured: no plan allows it, so attention returns NaN.
 _IMPOSSIBLE = np.int32(1 << 28)
@@ -77,8 +76,7 @@ class Forest:
           leaf: for each request the node where it ends; inner nodes and shared ends are allowed.
           page_size: tokens in a page, a multiple of 8.
           request_capacity: request slots (B); defaults to one per request. Free slots are what `fork` uses.
-          node_capacity: node slots, rounded up to a multiple of 128; defaults to room for a few generations of forks.
-            Grows when it must.
+          node_capacity: node slots; defaults to room for a few generations of forks. Grows when it must.
 
         Raises ValueError for a child that is not after its parent, a leaf that is no node, a negative length, or a
         capacity that is too small.
@@ -183,7 +181,6 @@ class Forest:
         ):
             if capacity < needed:
                 raise ValueError(f"{name}: expected at least the {needed} in use, got {capacity}")
-        node_capacity = -(-node_capacity // NODE_GROUP) * NODE_GROUP
 
         def padded(values: np.ndarray, capacity: int, fill: int) -> np.ndarray:
             out = np.full(capacity, fill, np.int32)

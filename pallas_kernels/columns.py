@@ -5,9 +5,6 @@ A row's fields make a value of these types, and so do whole columns: `Segment(*s
 
 from typing import Any, NamedTuple
 
-#: Node slots come in groups of this many: POR checks the length of one node in each thread of a warpgroup.
-NODE_GROUP = 128
-
 
 class Segment(NamedTuple):
     """Blocks [lo, hi) of one kv head for two lanes; those from `masked` on need the mask. Columns of `segments`."""

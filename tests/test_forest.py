@@ -162,7 +162,7 @@ def test_equal_lists_end_at_one_node_and_a_prefix_ends_at_an_inner_node():
 
 def test_from_sequences_takes_rows_of_an_array_and_capacities():
     forest = Forest.from_sequences(np.asarray([[5, 6], [5, 7]], np.int32), **CAPACITY)
-    assert (forest.request_capacity, forest.node_capacity) == (8, 256)  # nodes come in groups of 128
+    assert (forest.request_capacity, forest.node_capacity) == (8, 200)
     assert [len(forest.context_slots(r)) for r in range(8)] == [2, 2, 0, 0, 0, 0, 0, 0]
 
 

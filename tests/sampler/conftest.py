@@ -1,7 +1,5 @@
 """One sampler for all tests of this directory."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +12,19 @@ from codec_jax.nnx import Decoder, DecoderConfig, Sampler
 from codec_jax.plan import Tiling
 
 
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiling = Tiling(num_ctas=5, tile_rows=8, block_tokens=32, lanes=2)
+    monkeypatch.setattr(Tiling, "of_device", classmethod(lambda cls, *sizes: tiling))
+    monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", PAGE_SIZE)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
+
+
 @pytest.fixture(scope="package")
-def setup() -> Iterator[Setup]:
+def setup() -> Setup:
     """One sampler for all tests, so that its steps compile once.
 
     The weights make for sharp attention and texts that do not repeat; tiles and blocks are small and pairs of tiles
@@ -41,13 +50,11 @@ def setup() -> Iterator[Setup]:
     )
     model = nnx.merge(graph, weights)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        tiling = Tiling(num_ctas=5, tile_rows=8, block_tokens=32, lanes=2)
-        monkeypatch.setattr(Tiling, "of_device", classmethod(lambda cls, *sizes: tiling))
-        monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", PAGE_SIZE)
+        small_tiles(monkeypatch)
         sampler = Sampler(
             model, max_requests=REQUESTS, num_pages=PAGES, page_size=PAGE_SIZE, max_context=CONTEXT, steps=STEPS
         )
-        yield Setup(sampler, Dense(model))
+    return Setup(sampler, Dense(model))
 
 
 @pytest.fixture
