@@ -162,8 +162,9 @@ def whole_runs(line: Line, num_runs: int) -> Pieces:
     size[large] = room[chosen]
     left = np.maximum(body - whole * size, 0.0)
     stretch, nth = expand(whole)
-    begin = left[stretch] + nth * size[stretch]
-    alone = Pieces(np.arange(len(stretch)), stretch, begin, begin + size[stretch])
+    # Where one run ends the next one begins, to the last digit, or the two would round to different blocks.
+    begin, end = (left[stretch] + n * size[stretch] for n in (nth, nth + 1))
+    alone = Pieces(np.arange(len(stretch)), stretch, begin, end)
     # Runs of what is left, end to end, each piece after the cost of its segment.
     rest = np.flatnonzero(left > 1e-6 * least)
     others = num_runs - len(stretch)
