@@ -63,8 +63,8 @@ SOURCES = {
     "traffic_peers": Source(("traffic_peers_h200",), "benchmarks.traffic --peers", tables.traffic),
     "crossover": Source(GROUPS, "benchmarks.crossover --peers --group 4", tables.crossover, "crossover_h200"),
     "decoding": Source(("decoding_h200",), "benchmarks.decoding", tables.decoding),
-    "planning": Source(("planning_h200",), "benchmarks.planning", tables.planning),
-    "ablation": Source(("ablation_h200",), "benchmarks.ablation", tables.listing),
+    "planning": Source(("planning",), "benchmarks.planning", tables.planning),
+    "ablation": Source(("ablation_h200",), "benchmarks.ablation", tables.ablation),
 }
 
 

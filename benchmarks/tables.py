@@ -146,18 +146,52 @@ def milliseconds(us: float | None) -> float | None:
 
 
 def planning(rows: list[dict]) -> str:
-    """Show the time of make_plan, in milliseconds on the CPU."""
+    """Show the times of make_plan, and of replan where only leaves grew, in milliseconds on the CPU."""
     lines = [
-        [row["name"], str(row["requests"]), str(row["nodes"]), number(milliseconds(row["plan_us"]), 2)] for row in rows
+        [
+            row["name"],
+            str(row["requests"]),
+            str(row["nodes"]),
+            *(number(milliseconds(row[field]), 2) for field in ("plan_us", "replan_us")),
+            number(row["most_load"] / row["mean_load"], 3),
+        ]
+        for row in rows
     ]
-    return markdown(["forest", "requests", "nodes", "make_plan, ms"], lines)
+    return markdown(["forest", "requests", "nodes", "make_plan, ms", "replan, ms", "most load over mean"], lines)
 
 
-def listing(rows: list[dict]) -> str:
-    """Show rows that have a name and a time of all kernels, and their variant if they have one."""
-    named = any("variant" in row for row in rows)
-    lines = [[row["name"], *[str(row.get("variant", ""))] * named, number(row.get("kernel_us"))] for row in rows]
-    return markdown(["forest", *["variant"] * named, "μs"], lines)
+def ablation(rows: list[dict]) -> str:
+    """Show kernel times with and without sharing and division, by number of slices and by policy; and predictions."""
+    shown = []
+    for part, said in ABLATIONS.items():
+        of_part = [row for row in rows if row["part"] == part]
+        variants = list(dict.fromkeys(row["variant"] for row in of_part))
+        forests = dict.fromkeys(row["name"] for row in of_part)
+        times = {(row["name"], row["variant"]): row.get("kernel_us") for row in of_part}
+        lines = [[name, *(number(times.get((name, variant))) for variant in variants)] for name in forests]
+        if lines:
+            shown.append(f"{said}\n\n{markdown(['forest, μs', *variants], lines)}")
+    errors = prediction_errors(rows)
+    if errors:
+        shown.append(
+            "The plan's cost model predicts these times of the default plan with an error of "
+            f"{max(errors):.1%} at most over {len(errors)} forests, {statistics.median(errors):.1%} in the median."
+        )
+    return "\n\n".join(shown)
+
+
+#: Parts of `benchmarks.ablation`, and what stands above the table of each.
+ABLATIONS = {
+    "sharing": "Sharing and division apart:",
+    "fixed": "Fixed numbers of slices of every stream, and the default:",
+    "policies": "Policies of division:",
+}
+
+
+def prediction_errors(rows: list[dict]) -> list[float]:
+    """Return how far the predicted time of the default plan is from the measured one, once for every forest."""
+    default = {row["name"]: row for row in rows if row["variant"] in ("aligned", "both") and row.get("kernel_us")}
+    return [abs(row["predicted_us"] / row["kernel_us"] - 1) for row in default.values()]
 
 
 def measured_on(rows: list[dict]) -> str:
