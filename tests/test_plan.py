@@ -510,7 +510,7 @@ def test_a_plan_fits_its_forest_for_its_steps_on_host_and_under_jit():
         ),
         (
             Forest.from_nodes([-1, 0, 0], [20, 3, 5], [1, 2], page_size=16, request_capacity=4, node_capacity=129),
-            r"plan: expected a plan for node_capacity = 256, .* got one for 128",
+            r"plan: expected a plan for node_capacity = 129, .* got one for 12",
         ),
     ],
     ids=["forked", "past its steps", "shorter", "page size", "request capacity", "node capacity"],

@@ -36,7 +36,7 @@ def test_a_forest_is_shown_as_a_tree(shown):
     assert (
         shown(forest)
         == """\
-forest: 5 requests, 6 nodes; free slots: 3 requests, 122 nodes
+forest: 5 requests, 6 nodes; free slots: 3 requests, 18 nodes
 1,033 tokens in 68 pages of 16; without sharing 5,035 tokens, 4.87x
 ├─ node 0: 1,000 tokens, 63 pages, 5 readers; request 2 ends here
 │  ├─ node 1: 0 tokens, 0 pages, 2 readers
@@ -56,7 +56,7 @@ def test_chains_and_siblings_that_look_the_same_share_lines(shown):
     assert (
         shown(forest)
         == """\
-forest: 7 requests, 14 nodes; free slots: 0 requests, 114 nodes
+forest: 7 requests, 14 nodes; free slots: 0 requests, 18 nodes
 122 tokens in 14 pages of 16; without sharing 604 tokens, 4.95x
 └─ nodes 0 to 4, a chain of 5: 80 tokens, 5 pages, 7 readers
    ├─ node 5: 8 tokens, 1 page, 1 reader

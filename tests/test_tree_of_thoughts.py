@@ -30,9 +30,9 @@ def answers(output):
 def test_held_out_puzzles_are_solved_by_search_more_often_than_by_as_many_tokens_of_attempts(
     monkeypatch, capsys, tmp_path
 ):
-    figures, output = play(monkeypatch, capsys, tmp_path, "--puzzles", "100")
-    assert figures["total"] == 100
-    assert figures["solved"] == len(answers(output)) >= 75
+    figures, output = play(monkeypatch, capsys, tmp_path, "--puzzles", "50")
+    assert figures["total"] == 50
+    assert figures["solved"] == len(answers(output)) >= 38
     assert figures["solved"] > figures["baseline_solved"]
     assert figures["baseline_generated_tokens"] >= figures["generated_tokens"]
     assert figures["kv_tokens_read"] < figures["kv_tokens_unshared"]
@@ -47,8 +47,8 @@ def test_a_puzzle_can_be_named_and_its_tree_is_drawn(monkeypatch, capsys, tmp_pa
 
 
 def test_the_same_seed_plays_the_same_game(monkeypatch, capsys, tmp_path):
-    first, output = play(monkeypatch, capsys, tmp_path, "--puzzles", "2", "--seed", "3")
-    second, again = play(monkeypatch, capsys, tmp_path, "--puzzles", "2", "--seed", "3")
+    first, output = play(monkeypatch, capsys, tmp_path, "--puzzles", "1", "--seed", "3")
+    second, again = play(monkeypatch, capsys, tmp_path, "--puzzles", "1", "--seed", "3")
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
     assert answers(output) == answers(again)
 
