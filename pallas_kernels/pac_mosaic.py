@@ -1,6 +1,6 @@
 """PAC on Hopper: one persistent thread block per multiprocessor works off its segments of KV blocks.
 
-    warpgroup 2 (pac_load)      page ids of block i+1 ─┐  TMA, one copy per page    ┌─ K ring ─┐
+    warpgroup 2 (pac_load)      page ids of block i+1 ─┐  TMA, by page or by block  ┌─ K ring ─┐
                                 pages of block i ──────┴───────────────────────────►│  stages  │
                                                                                     └─ V ring ─┘
     warpgroup 3 (pac_prepare)   requests of the tile ─► query rows ─► Q tiles;  lengths of the nodes ─► mask columns
