@@ -158,6 +158,7 @@ def make_plan(
     tile_rows: int | None = None,
     block_tokens: int | None = None,
     lanes: int | None = None,
+    least_wide_tokens: int | None = None,
     block_capacity: int = 0,
     cost_model: CostModel | None = None,
     policy: Policy = "aligned",
@@ -176,6 +177,8 @@ def make_plan(
       block_tokens: KV tokens of a block: whole pages, or parts of pages that do not divide it. Defaults to what suits
         the device and the number of tokens; give it where plans of a growing forest must fit one compiled step.
       lanes: row tiles that may share a segment, 1 or 2; defaults to what suits the device.
+      least_wide_tokens: KV tokens that two tiles must both read to share segments for them; defaults to what suits a
+        GPU.
       block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; a plan that needs
         more is padded to the next bucket.
       cost_model: what thread blocks take for their work, for this head layout and page size; defaults to what was
@@ -205,6 +208,8 @@ def make_plan(
     tiling = tiling._replace(**{name: value for name, value in given.items() if value is not None})
     for name, value in tiling._asdict().items():
         checks.positive(name, value)
+    if least_wide_tokens is not None:
+        checks.positive("least_wide_tokens", least_wide_tokens)
     if tiling.lanes > 2:
         raise ValueError(f"lanes: expected 1 or 2, got {lanes}")
     if tiling.lanes * tiling.tile_rows >= 1 << 15:  # two row numbers share an int32
@@ -221,7 +226,15 @@ def make_plan(
     model.check_layout(layout)
     slot_tokens, slots = block_slots(forest.page_size, tiling.block_tokens)
     most = most_length(forest, steps)
-    streams = extents_of_streams(forest, most, rows, slot_tokens=slot_tokens, steps=steps, pairs=tiling.lanes == 2)
+    streams = extents_of_streams(
+        forest,
+        most,
+        rows,
+        slot_tokens=slot_tokens,
+        steps=steps,
+        pairs=tiling.lanes == 2,
+        least_wide_tokens=least_wide_tokens,
+    )
 
     # Blocks: each stream's pages in groups of `slots`.
     wide, num_streams = streams.wide, len(streams.tile)

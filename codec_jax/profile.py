@@ -18,14 +18,12 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from codec_jax import streams
 from codec_jax.attention import forest_attention
 from codec_jax.cost import CostModel, Layout, file_name, user_folder
 from codec_jax.forest import Forest
@@ -146,19 +144,19 @@ def plan_of(task: Task, layout: Layout, num_ctas: int) -> tuple[Forest, Plan]:
     Raises RuntimeError if some thread block would have other work than the task.
     """
     forest = forest_of(task, layout, num_ctas)
-    with patch.object(streams, "LEAST_WIDE_TOKENS", 1 if task.tiles == 2 else sys.maxsize):
-        plan = make_plan(
-            forest,
-            num_q_heads=layout.num_q_heads,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            num_ctas=num_ctas,
-            tile_rows=Packing.of(layout.num_q_heads // layout.num_kv_heads).tile_rows,
-            block_tokens=LARGE[layout.head_dim].block_tokens,
-            lanes=2,
-            cost_model=CostModel.roofline(layout),
-            policy=1,
-        )
+    plan = make_plan(
+        forest,
+        num_q_heads=layout.num_q_heads,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        num_ctas=num_ctas,
+        tile_rows=Packing.of(layout.num_q_heads // layout.num_kv_heads).tile_rows,
+        block_tokens=LARGE[layout.head_dim].block_tokens,
+        lanes=2,
+        least_wide_tokens=1 if task.tiles == 2 else sys.maxsize,
+        cost_model=CostModel.roofline(layout),
+        policy=1,
+    )
     of_each = np.diff(plan.cta_ptr)
     segments = Segment(*plan.segments[: plan.cta_ptr[-1]].T)
     as_wanted = (of_each == task.segments).all() and (segments.is_wide == (task.tiles == 2)).all()

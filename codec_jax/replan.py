@@ -30,8 +30,8 @@ def replan(plan: Plan, planned: Forest, forest: Forest, *, steps: int = 1) -> Pl
     """Plan for a forest on the host, given the plan of the forest that it grew from.
 
     Where `forest` is `planned` with longer leaves, which may have got pages for it, the plan is extended; where it is
-    anything else, or the extended plan would not be balanced, it is made anew, with the sizes and the costs of `plan`
-    and the default policy. The result depends on the arguments alone.
+    anything else, or the extended plan would not be balanced, it is made anew, with the sizes and the costs of `plan`,
+    and the default policy and `least_wide_tokens`. The result depends on the arguments alone.
 
     Args:
       plan: the plan made for `planned`, with NumPy arrays.

@@ -62,17 +62,19 @@ def extents_of_streams(
     slot_tokens: int,
     steps: int,
     pairs: bool,
+    least_wide_tokens: int | None = None,
 ) -> Streams:
     """List every (stream, page) such that some row of the stream reads the page while leaves grow by `steps`.
 
-    `pairs` allows wide streams.
+    `pairs` allows wide streams, of at least `least_wide_tokens` KV tokens.
     """
     node = np.flatnonzero((forest.row_hi > forest.row_lo) & (most_length > 0))
     lo, hi = forest.row_lo[node] * rows.per_request, forest.row_hi[node] * rows.per_request
     node_pages = -(-most_length[node] // slot_tokens)
     num_pairs = rows.num_tiles // 2 if pairs else 0
+    least_wide_tokens = LEAST_WIDE_TOKENS if least_wide_tokens is None else least_wide_tokens
     source, stream = _streams_of_nodes(
-        lo // rows.of_tile, (hi - 1) // rows.of_tile, node_pages * slot_tokens, num_pairs
+        lo // rows.of_tile, (hi - 1) // rows.of_tile, node_pages * slot_tokens, num_pairs, least_wide_tokens
     )
 
     pair, single = np.arange(num_pairs), np.arange(rows.num_tiles)
@@ -159,7 +161,11 @@ def blocks_of_streams(
 
 
 def _streams_of_nodes(
-    first_tile: Int[np.ndarray, " n"], last_tile: Int[np.ndarray, " n"], tokens: Int[np.ndarray, " n"], num_pairs: int
+    first_tile: Int[np.ndarray, " n"],
+    last_tile: Int[np.ndarray, " n"],
+    tokens: Int[np.ndarray, " n"],
+    num_pairs: int,
+    least_wide_tokens: int,
 ) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]:
     """Assign each node, read by tiles first to last, to streams: returns (node, stream) for each assignment.
 
@@ -169,7 +175,7 @@ def _streams_of_nodes(
     first_pair, past_pair = -(-first_tile // 2), np.minimum((last_tile + 1) // 2, num_pairs)
     in_pairs, nth = expand(np.maximum(past_pair - first_pair, 0))
     pair = first_pair[in_pairs] + nth
-    worthwhile = np.bincount(pair, tokens[in_pairs], minlength=num_pairs) >= LEAST_WIDE_TOKENS
+    worthwhile = np.bincount(pair, tokens[in_pairs], minlength=num_pairs) >= least_wide_tokens
     wide = worthwhile[pair]
     in_pairs, pair = in_pairs[wide], pair[wide]
 

@@ -27,9 +27,7 @@ class Case(NamedTuple):
     least_wide_tokens: int
 
     def plan(self, **options) -> Plan:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", self.least_wide_tokens)
-            return make_plan(self.forest, **{**self.options, **options})
+        return make_plan(self.forest, **{**self.options, "least_wide_tokens": self.least_wide_tokens, **options})
 
 
 @st.composite
@@ -539,7 +537,7 @@ def test_capacities_show_on_the_device_too_and_structure_does_not():
         ),
         *(
             ({name: 0}, rf"{name}: expected a positive number, got 0")
-            for name in ("num_ctas", "tile_rows", "block_tokens", "lanes")
+            for name in ("num_ctas", "tile_rows", "block_tokens", "lanes", "least_wide_tokens")
         ),
         ({"num_q_heads": 5}, r"num_q_heads: expected a multiple of num_kv_heads = 2, got 5"),
         ({"lanes": 3}, r"lanes: expected 1 or 2, got 3"),

@@ -19,9 +19,7 @@ def plan_of(forest: Forest, group: int = 1, **options: int) -> Plan:
 
 def plan_with_wide_streams(forest: Forest, **options: int) -> Plan:
     """Let a pair of tiles share whatever both read, however little it is, if there are two lanes."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", 1)
-        return plan_of(forest, **options)
+    return plan_of(forest, least_wide_tokens=1, **options)
 
 
 def paths_and_tiles(
