@@ -159,29 +159,47 @@ def sample(task: Task, samples: int, temperature: float, seed: int) -> tuple[lis
     return answers, state.traffic
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+def add_task_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
+    """Add what says which questions are answered, by which model, how often and how."""
     held_out = len(game24.split()[1])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--puzzles", type=int, default=20, help=f"held-out puzzles, up to {held_out} (default: 20)")
     parser.add_argument("--model", type=Path, help="directory of a checkpoint, to answer --questions instead")
     parser.add_argument("--questions", type=Path, help="text file with one question a line, for --model")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="tokens of a sample of --model (default: 256)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of --model")
-    parser.add_argument("--samples", type=int, default=32, help="samples of each question (default: 32)")
+    parser.add_argument("--samples", type=int, default=samples, help=f"samples of each question (default: {samples})")
     parser.add_argument("--temperature", type=float, default=0.5, help="default: 0.5")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
+
+
+def check_task_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Stop at what `add_task_arguments` cannot mean; which temperatures make sense is left to the caller."""
+    held_out = len(game24.split()[1])
     if not 1 <= arguments.puzzles <= held_out:
         parser.error(f"--puzzles: expected 1 to {held_out}, got {arguments.puzzles}")
     for name in ("samples", "max_new_tokens"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(arguments, name)}")
+    if (arguments.model is None) != (arguments.questions is None):
+        parser.error("--model: expected it together with --questions, got one without the other")
+
+
+def task_of(arguments: argparse.Namespace) -> Task:
+    """Return the puzzles or the questions that were asked for. Raises OSError or ValueError for files that are bad."""
+    if arguments.model is None:
+        return game24_task(arguments.puzzles)
+    return text_task(arguments.model, arguments.questions, arguments.max_new_tokens, arguments.dtype)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_task_arguments(parser, samples=32)
+    arguments = parser.parse_args(argv)
+    check_task_arguments(parser, arguments)
     if not 0.0 < arguments.temperature < math.inf:
         # At 0 all samples of a question would be the same.
         parser.error(f"--temperature: expected a finite number above 0, got {arguments.temperature}")
-    if (arguments.model is None) != (arguments.questions is None):
-        parser.error("--model: expected it together with --questions, got one without the other")
     return arguments
 
 
@@ -189,10 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Sample, vote, and report."""
     arguments = parse(argv)
     try:
-        if arguments.model is None:
-            task = game24_task(arguments.puzzles)
-        else:
-            task = text_task(arguments.model, arguments.questions, arguments.max_new_tokens, arguments.dtype)
+        task = task_of(arguments)
         answers, traffic = sample(task, arguments.samples, arguments.temperature, arguments.seed)
     except (OSError, ValueError) as error:
         sys.exit(f"self_consistency: {error}")

@@ -35,16 +35,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-import game24
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
-from self_consistency import PAGE_SIZE, Task, game24_task, text_task
+from self_consistency import PAGE_SIZE, Task, add_task_arguments, check_task_arguments, task_of
 from tqdm import tqdm
 
 from codec_jax import DraftTrees, Forest, KVPages, Plan, make_plan
@@ -310,23 +308,11 @@ def speculate(
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    held_out = len(game24.split()[1])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--puzzles", type=int, default=20, help=f"held-out puzzles, up to {held_out} (default: 20)")
-    parser.add_argument("--model", type=Path, help="directory of a checkpoint, to answer --questions instead")
-    parser.add_argument("--questions", type=Path, help="text file with one question a line, for --model")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="tokens of an answer of --model (default: 256)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of --model")
-    parser.add_argument("--samples", type=int, default=4, help="answers to each question (default: 4)")
+    add_task_arguments(parser, samples=4)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="guesses below each candidate, by level")
-    parser.add_argument("--temperature", type=float, default=0.5, help="default: 0.5")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    if not 1 <= arguments.puzzles <= held_out:
-        parser.error(f"--puzzles: expected 1 to {held_out}, got {arguments.puzzles}")
-    for name in ("samples", "max_new_tokens"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(arguments, name)}")
+    check_task_arguments(parser, arguments)
     if min(arguments.widths) < 1 or tree_size(arguments.widths) > 256:
         parser.error(
             f"--widths: expected numbers of at least 1 for trees of up to 256 candidates, got "
@@ -334,8 +320,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if not 0.0 <= arguments.temperature < math.inf:
         parser.error(f"--temperature: expected a finite number of at least 0, got {arguments.temperature}")
-    if (arguments.model is None) != (arguments.questions is None):
-        parser.error("--model: expected it together with --questions, got one without the other")
     return arguments
 
 
@@ -359,10 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Decode with draft trees, then token by token, and report on both."""
     arguments = parse(argv)
     try:
-        if arguments.model is None:
-            task = game24_task(arguments.puzzles)
-        else:
-            task = text_task(arguments.model, arguments.questions, arguments.max_new_tokens, arguments.dtype)
+        task = task_of(arguments)
         model = task.load()
         prompts = [prompt for prompt in task.prompts for _ in range(arguments.samples)]
         answers = speculate(
