@@ -6,6 +6,9 @@ from jax import lax
 
 from pallas_kernels.pac_pipeline import Pipeline
 
+#: What thread blocks found comes in groups of this many: POR looks at one of them in each thread of a warpgroup.
+FOUND_GROUP = 128
+
 _AT_ONCE = 8  # loads in flight
 
 

@@ -23,7 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.interpret import tile_shape
-from pallas_kernels.pac_check import check
+from pallas_kernels.pac_check import FOUND_GROUP, check
 from pallas_kernels.pac_compute import compute
 from pallas_kernels.pac_load import load_blocks
 from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Inputs, Outputs, Pipeline, Scratch, Sizes
@@ -93,7 +93,7 @@ def pac(
       interpret: parameters of the GPU interpreter, to simulate the kernel on a CPU.
 
     Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
-    Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]:
+    Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of FOUND_GROUP]:
     1 where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
     """
     batch, tokens, num_q_heads, head_dim = query.shape
@@ -152,7 +152,7 @@ def pac(
             jax.ShapeDtypeStruct((num_partials, TILE_ROWS, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_partials, TILE_ROWS), jnp.float32),
             jax.ShapeDtypeStruct((num_partials, TILE_ROWS), jnp.float32),
-            jax.ShapeDtypeStruct((-(-runs.shape[0] // 128) * 128,), jnp.int32),
+            jax.ShapeDtypeStruct((-(-runs.shape[0] // FOUND_GROUP) * FOUND_GROUP,), jnp.int32),
         ],
         scratch_types=list(_scratch(sizes)),
         grid=(runs.shape[0],),

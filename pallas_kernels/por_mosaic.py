@@ -21,10 +21,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.compat import load, store
 from pallas_kernels.interpret import store_tile, tile_shape, view_unit, view_units
+from pallas_kernels.pac_check import FOUND_GROUP
 from pallas_kernels.pac_compute import LOWEST
 from pallas_kernels.packing import TILE_ROWS, Packing
-
-_THREADS = 128
 
 
 class _Grain(NamedTuple):
@@ -67,8 +66,8 @@ def por(
       out: float32 [partials, 64, H].
       row_max: float32 [partials, 64], in units of log2.
       row_sum: float32 [partials, 64].
-      broken: int32 [num_ctas, rounded up to a multiple of 128], not 0 where a thread block of PAC found that the plan
-        does not hold.
+      broken: int32 [num_ctas, rounded up to a multiple of FOUND_GROUP], not 0 where a thread block of PAC found that
+        the plan does not hold.
       merge_ptr: int32 [streams + 1]; stream tile * K + head merges partials [merge_ptr[u], merge_ptr[u + 1]).
       tile_unit: int32 [tiles], the unit of the query at which each tile begins, or -1 if its units are not
         consecutive there.
@@ -108,11 +107,11 @@ def por(
 
         def objections() -> jax.Array:
             """Count, in each thread, the thread blocks of PAC that found the plan broken."""
-            thread = plgpu.Layout.WG_STRIDED((_THREADS,), 1)
-            cta = plgpu.broadcasted_iota(jnp.int32, (_THREADS,), 0, layout=thread)
-            count = plgpu.layout_cast(jnp.full((_THREADS,), 0, jnp.int32), thread)
-            for begin in range(0, num_ctas, _THREADS):
-                count += jnp.where(begin + cta < num_ctas, load(broken_ref.at[pl.ds(begin, _THREADS)], thread), 0)
+            thread = plgpu.Layout.WG_STRIDED((FOUND_GROUP,), 1)
+            cta = plgpu.broadcasted_iota(jnp.int32, (FOUND_GROUP,), 0, layout=thread)
+            count = plgpu.layout_cast(jnp.full((FOUND_GROUP,), 0, jnp.int32), thread)
+            for begin in range(0, num_ctas, FOUND_GROUP):
+                count += jnp.where(begin + cta < num_ctas, load(broken_ref.at[pl.ds(begin, FOUND_GROUP)], thread), 0)
             return count
 
         def step(j: jax.Array, carry: tuple, first: jax.Array, at_once: int) -> tuple:
