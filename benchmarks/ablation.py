@@ -30,6 +30,7 @@ from benchmarks.inputs import Inputs, Layout, check, make_inputs, reference
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
 from benchmarks.timing import kernel_time
 from benchmarks.traces import recorded_trees
+from benchmarks.turns import GPU, compiled
 from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root
 from codec_jax import Plan, make_plan
 from codec_jax.attention import forest_attention
@@ -113,11 +114,12 @@ def collect(cases: list[Case], layout: Layout, path: Path) -> list[dict]:
     common = conditions(layout)
     with tqdm(total=sum(len(case.variants) for case in cases), unit="plan") as bar:
         for case in cases:
-            for row in measure(case, layout):
-                rows.append(row | common)
-                write_draft(rows, path)
-                bar.update()
-                tqdm.write(line(row))
+            with GPU.taken():
+                for row in measure(case, layout):
+                    rows.append(row | common)
+                    write_draft(rows, path)
+                    bar.update()
+                    tqdm.write(line(row))
     return rows
 
 
@@ -139,12 +141,6 @@ def measure(case: Case, layout: Layout) -> Iterator[dict]:
             continue
         inputs, expected = prepared[0]
         yield limits | name | attempt(partial(measure_variant, variant, inputs, layout, expected), "kernel_us", "error")
-
-
-@partial(jax.jit, static_argnames="implementation")
-def attend(*arrays: Array, implementation: str = "mosaic") -> Array:
-    """Call forest_attention; one compilation serves all plans of the same sizes."""
-    return forest_attention(*arrays, implementation=implementation)
 
 
 def measure_variant(
@@ -182,7 +178,8 @@ def planned_call(
         policy=variant.policy,
     )
     on_device = jax.device_put((*arrays, forest, plan))
-    return lambda: attend(*on_device, implementation=implementation), plan, count_pass(forest, plan).kv_tokens_read
+    attend = compiled(jax.jit(partial(forest_attention, implementation=implementation)), *on_device)
+    return lambda: attend(*on_device), plan, count_pass(forest, plan).kv_tokens_read
 
 
 def line(row: dict) -> str:

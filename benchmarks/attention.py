@@ -27,6 +27,7 @@ from benchmarks.inputs import Case, Inputs, Layout, attention_call, check, make_
 from benchmarks.peers import PEERS, Peers
 from benchmarks.rows import attempt, conditions, finish, write_draft
 from benchmarks.timing import kernel_runs, kernel_time, wall_time
+from benchmarks.turns import GPU, compiled
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
 
 READ_BYTES_PER_US, FLOPS_PER_US = 4.52e6, 700e6
@@ -86,7 +87,8 @@ def collect(cases: Iterable[Case], measure: Callable[[Case], dict], path: Path, 
     """Measure one case after another, keeping the draft of `path` up to date; one that fails does not end it."""
     rows: list[dict] = []
     for case in tqdm(cases):
-        row = {"name": case.workload.name} | attempt(partial(measure, case), "kernel_us", "error")
+        with GPU.taken():
+            row = {"name": case.workload.name} | attempt(partial(measure, case), "kernel_us", "error")
         place = {"series": case.series, "x": case.x} if case.series else {}
         rows.append(row | place | conditions(case.layout, *packages))
         write_draft(rows, path)
@@ -157,9 +159,11 @@ def measure_cudnn(inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B
     attend = jax.jit(
         lambda q, k, v, n: jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=n, implementation="cudnn")
     )
-    error = check(attend(query, *dense, lengths), expected)
+    arguments = query, *dense, lengths
+    attend = compiled(attend, *arguments)
+    error = check(attend(*arguments), expected)
     return {
-        "cudnn_us": kernel_time(lambda: attend(query, *dense, lengths), repeats)[0],
+        "cudnn_us": kernel_time(lambda: attend(*arguments), repeats)[0],
         "cudnn_relative_error": error,
     }
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from benchmarks.turns import compiled
 from benchmarks.workloads import Workload
 from codec_jax import Forest, make_plan
 from codec_jax.attention import forest_attention
@@ -78,7 +79,7 @@ def attention_call(inputs: Inputs, layout: Layout, implementation: str | None) -
     kv_bytes = count_pass(inputs.forest, plan).kv_tokens_read * layout.kv_token_bytes
     forest, *arrays = inputs
     on_device = jax.device_put((*arrays, forest, plan))
-    attend = jax.jit(lambda *args: forest_attention(*args, implementation=implementation))
+    attend = compiled(jax.jit(lambda *args: forest_attention(*args, implementation=implementation)), *on_device)
     return lambda: attend(*on_device), kv_bytes
 
 
@@ -108,7 +109,8 @@ def reference(inputs: Inputs) -> Float[np.ndarray, "B N H"]:
             return jax.lax.map(one, (query, slots, length))
 
     forest, query, key, value = inputs
-    return np.asarray(attend(query, key, value, padded_slots(forest), forest.request_length))
+    arguments = query, key, value, padded_slots(forest), forest.request_length
+    return np.asarray(compiled(attend, *arguments)(*arguments))
 
 
 def check(

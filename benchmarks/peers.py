@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jaxtyping import Float, Int
 from benchmarks.inputs import MOST_RELATIVE_ERROR, Inputs, Layout, check, make_inputs
 from benchmarks.rows import reason
 from benchmarks.timing import kernel_time
+from benchmarks.turns import GPU
 from benchmarks.workloads import Workload
 from codec_jax import Forest
 from codec_jax.order import depths
@@ -235,9 +237,11 @@ class Peers:
 
     def measure(self, *arguments: object) -> dict:
         """Call `measure` there; a process that ends gives every peer an `_error`."""
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=share_the_device)
         try:
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=share_the_device)
+                with GPU.given():
+                    self._pool.submit(start).result()
             row = self._pool.submit(measure, *arguments, self.names).result()
         except Exception as error:
             row = {f"{peer}_us": None for peer in self.names} | {f"{peer}_error": reason(error) for peer in self.names}
@@ -252,6 +256,13 @@ class Peers:
         if self._pool is not None:
             self._pool.shutdown()
         self._pool = None
+
+
+def start() -> None:
+    """Do what takes seconds before anything is measured."""
+    jax.device_count()
+    with suppress(ImportError):  # which the peers then say themselves
+        import flashinfer  # noqa: F401
 
 
 def share_the_device() -> None:

@@ -22,6 +22,7 @@ from benchmarks.counters import CONFIGURATIONS, METRICS, read_counters
 from benchmarks.inputs import Case
 from benchmarks.peers import share_the_device
 from benchmarks.rows import attempt, conditions, finish, write_draft
+from benchmarks.turns import GPU
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload, degenerate, flat, k_ary, shared_ratio, shared_root
 
 L2_BYTES = 60 << 20  # of an H200, rounded up
@@ -52,7 +53,9 @@ def main() -> None:
     peers = list(CONFIGURATIONS) * arguments.peers
     rows: list[dict] = []
     for case in tqdm(cases[: 2 if arguments.quick else None]):
-        rows.append(count(case, peers) | conditions(case.layout, *["torch", "flashinfer-python"] * arguments.peers))
+        with GPU.taken():
+            counted = count(case, peers)
+        rows.append(counted | conditions(case.layout, *["torch", "flashinfer-python"] * arguments.peers))
         write_draft(rows, arguments.json)
         tqdm.write(line(rows[-1]))
     print(summary(rows))

@@ -1,0 +1,69 @@
+"""Turns on the GPU: commands that run at the same time compile side by side, and measure one after another.
+
+What is measured must have the GPU to itself, but most of a command's time goes into tracing and compiling on the host.
+A command takes its turn for each case and leaves the GPU to others while it compiles. The lock is a file, so that it
+goes when its process does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+
+class Turns:
+    """The lock of this process on the GPU that it sees."""
+
+    def __init__(self, path: Path) -> None:
+        """Use a lock file, which need not be there."""
+        self._path, self._file = path, -1
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the GPU and keep it; must not be nested."""
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Leave the GPU to others meanwhile, if it is taken."""
+        if self._file < 0:
+            yield
+            return
+        self._give()
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _take(self) -> None:
+        self._file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o666)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def _give(self) -> None:
+        os.close(self._file)
+        self._file = -1
+
+
+def _lock_file() -> Path:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "_")
+    return Path(tempfile.gettempdir()) / f"codec_jax-benchmarks-{os.getuid()}-{visible}.lock"
+
+
+GPU = Turns(_lock_file())
+
+
+def compiled(call: Callable, *arguments: object) -> jax.stages.Compiled:
+    """Compile a jitted call for these arguments while others have the GPU."""
+    with GPU.given():
+        # Autotuning would run kernels beside those that others measure. Ours and cuDNN's have nothing to tune.
+        return call.lower(*arguments).compile({"xla_gpu_autotune_level": 0})

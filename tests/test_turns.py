@@ -1,0 +1,56 @@
+"""Commands that measure on one GPU at the same time take turns."""
+
+import threading
+
+import pytest
+
+from benchmarks.turns import Turns
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """The locks of two commands; files that are open twice exclude each other within a process too."""
+    return Turns(tmp_path / "lock"), Turns(tmp_path / "lock")
+
+
+def test_a_command_waits_until_the_other_gives_the_gpu_away_and_gets_it_back_after(pair):
+    mine, other = pair
+    events: list[str] = []
+    done = threading.Event()
+
+    def measure() -> None:
+        with other.taken():
+            events.append("other begins")
+            events.append("other ends")
+        done.set()
+
+    thread = threading.Thread(target=measure)
+    with mine.taken():
+        thread.start()
+        assert not done.wait(0.2)
+        events.append("mine compiles")
+        with mine.given():
+            assert done.wait(10)
+        events.append("mine goes on")
+        with pytest.raises(BlockingIOError):
+            _try(other)
+    thread.join()
+    _try(other)
+    assert events == ["mine compiles", "other begins", "other ends", "mine goes on"]
+
+
+def test_giving_away_what_is_not_taken_does_nothing_and_a_failure_frees_the_gpu(pair):
+    mine, other = pair
+    with mine.given():
+        _try(other)
+    with pytest.raises(RuntimeError), mine.taken():
+        raise RuntimeError("measurement")
+    _try(other)
+
+
+def _try(turns: Turns) -> None:
+    """Take the lock if it is free, or raise BlockingIOError."""
+    import fcntl
+
+    with turns._path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
