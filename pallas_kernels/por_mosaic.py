@@ -41,6 +41,7 @@ _COARSE = _Grain(32, many=4, few=1)
 #: Thread blocks from which on _COARSE is used: about as many as a GPU runs at a time.
 _CROWD = 1024
 
+_WRITES_AT_ONCE = 8  # pieces of a tile that requests elsewhere get
 _LN2 = 0.6931471805599453
 
 
@@ -176,19 +177,27 @@ def por(
                 store(row_smem.at[:, 0], merged)
             plgpu.commit_smem()
 
-            def write(j: jax.Array, _: None) -> None:
-                number = tile * units + j if by_unit else tile * units + lax.div(j, jnp.int32(chunk))
-                entry, first_head = place(number)
-                if by_unit:
-                    source, heads = view_unit(out_smem, j, packing, interpreted), pl.ds(first_head, chunk)
-                else:
-                    source, heads = row_smem.at[j, pl.ds(0, 1)], pl.ds(first_head + lax.rem(j, jnp.int32(chunk)), 1)
+            pieces = units if by_unit else packing.tile_rows
+            at_once = min(pieces, _WRITES_AT_ONCE)
 
-                @pl.when(number < num_units)
-                def _inside() -> None:
-                    plgpu.copy_smem_to_gmem(source, out_ref.at[entry, heads, pl.ds(begin, columns)])
+            def write(i: jax.Array, _: None) -> None:
+                # Where requests are is loaded for several pieces before any is written.
+                numbers = [i * at_once + j for j in range(at_once)]
+                of_units = numbers if by_unit else [lax.div(number, jnp.int32(chunk)) for number in numbers]
+                places = [place(tile * units + jnp.minimum(number, units - 1)) for number in of_units]
+                for number, of_unit, (entry, first_head) in zip(numbers, of_units, places, strict=True):
+                    if by_unit:
+                        source, heads = view_unit(out_smem, number, packing, interpreted), pl.ds(first_head, chunk)
+                    else:
+                        head_of_row = first_head + lax.rem(number, jnp.int32(chunk))
+                        source, heads = row_smem.at[number, pl.ds(0, 1)], pl.ds(head_of_row, 1)
+                    target = out_ref.at[entry, heads, pl.ds(begin, columns)]
 
-            lax.fori_loop(0, units if by_unit else packing.tile_rows, write, None)
+                    @pl.when((of_unit < units) & (tile * units + of_unit < num_units))
+                    def _inside(source: Any = source, target: Any = target) -> None:
+                        plgpu.copy_smem_to_gmem(source, target)
+
+            lax.fori_loop(0, -(-pieces // at_once), write, None)
 
         @pl.when(part_of_head == 0)
         def _residuals() -> None:
