@@ -11,6 +11,9 @@ from benchmarks.workloads import PAPER
 #: Rows of result files, by their names without suffix.
 Load = Callable[[tuple[str, ...]], list[dict]]
 
+#: Result files of whole decode steps, one for each document.
+DECODING = tuple(f"decoding_{tokens}_h200" for tokens in (120_000, 32_768))
+
 _SWEEPS = {each.name for each in PAPER}
 
 
@@ -102,7 +105,7 @@ def division(load: Load) -> str | None:
 def token_latency(load: Load) -> str | None:
     """Compare whole decode steps with and without sharing."""
     steps: dict[tuple[str, int, int], dict[str, float]] = {}
-    for row in load(("decoding_h200",)):
+    for row in load(DECODING):
         if row.get("wall_us"):
             case = row["model"], row["requests"], row["document_tokens"]
             steps.setdefault(case, {})[row["variant"]] = row["wall_us"]

@@ -1,7 +1,7 @@
 """Find from which sharing on the shared path is faster than plain decode: a grid of prefixes, batches and groups.
 
-    python -m benchmarks.crossover --peers --group 4 --json benchmarks/results/crossover_group4_h200.json
-    python -m benchmarks.crossover --draw benchmarks/results/crossover_group*_h200.json --plot crossover.svg
+    python -m benchmarks.crossover --peers --group 4 --own 256 --json crossover_group4_own256.json
+    python -m benchmarks.crossover --draw benchmarks/results/crossover_*_h200.json --plot crossover.svg
 
 Ours is forest_attention as users call it, with `implementation=None`. Plain decode is the fastest of the same kernels
 on a forest in which every request has a path of its own, cuDNN over contiguous copies and, with `--peers`, FlashInfer's
@@ -27,7 +27,7 @@ from benchmarks.rows import attempt, finish
 from benchmarks.workloads import flat, shared_root
 
 PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 8, 16, 32, 64), (1, 4, 8), (256, 2048)
-QUICK_PREFIXES, QUICK_BATCHES, QUICK_OWN = (0, 2048, 32_768), (1, 8, 64), (256,)
+QUICK_PREFIXES, QUICK_BATCHES = (0, 2048, 32_768), (1, 8, 64)
 PLAIN = ("unshared_us", "cudnn_us", "flashinfer_decode_us")
 MOST_BEHIND = 1.03  # of the time of plain decode
 
@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="measure, and write the rows here")
     parser.add_argument("--group", type=int, nargs="+", default=list(GROUPS), help="q heads per kv head, of 32 q heads")
+    parser.add_argument("--own", type=int, nargs="+", default=list(OWN), help="tokens of each request's own")
     parser.add_argument("--quick", action="store_true", help="a coarse grid")
     parser.add_argument("--peers", action="store_true", help="FlashInfer decode too")
     parser.add_argument("--repeats", type=int, default=15)
@@ -54,7 +55,7 @@ def main() -> None:
     require_gpu(parser)
     peers = Peers(["flashinfer_decode"]) if arguments.peers else None
     packages = ["torch", "flashinfer-python"] * arguments.peers
-    cases = grid(arguments.group, arguments.quick)
+    cases = grid(arguments.group, arguments.own, arguments.quick)
     rows = collect(cases, partial(measure, repeats=arguments.repeats, peers=peers), arguments.json, *packages)
     if peers:
         peers.close()
@@ -64,9 +65,9 @@ def main() -> None:
         draw(rows, arguments.plot)
 
 
-def grid(groups: list[int], quick: bool) -> list[Case]:
+def grid(groups: list[int], owns: list[int], quick: bool) -> list[Case]:
     """Return the cells: a prefix that all requests of a batch share, and tokens of their own."""
-    prefixes, batches, owns = (QUICK_PREFIXES, QUICK_BATCHES, QUICK_OWN) if quick else (PREFIXES, BATCHES, OWN)
+    prefixes, batches = (QUICK_PREFIXES, QUICK_BATCHES) if quick else (PREFIXES, BATCHES)
     return [
         Case(
             shared_root(prefix, batch, own) if prefix else flat(batch, own),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -61,11 +62,15 @@ def make_inputs(workload: Workload, layout: Layout) -> Inputs:
         page_size=layout.page_size,
         node_capacity=len(workload.parent),
     )
+    pages = (int(forest.used_pages.max()) + 1, layout.page_size, layout.num_kv_heads, layout.head_dim)
+    query = (len(workload.leaf), 1, layout.num_q_heads, layout.head_dim)
+    draw = jax.jit(lambda keys: [_normal(key, shape) for key, shape in zip(keys, (pages, pages, query), strict=True)])
     keys = jax.random.split(jax.random.key(0), 3)
-    shape = (int(forest.used_pages.max()) + 1, layout.page_size, layout.num_kv_heads, layout.head_dim)
-    key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:2])
-    query = jax.random.normal(keys[2], (len(workload.leaf), 1, layout.num_q_heads, layout.head_dim), jnp.bfloat16)
+    key, value, query = compiled(draw, keys)(keys)
     return Inputs(forest, query, key, value)
+
+
+_normal = partial(jax.random.normal, dtype=jnp.bfloat16)
 
 
 def attention_call(inputs: Inputs, layout: Layout, implementation: str | None) -> tuple[Callable[[], Array], int]:

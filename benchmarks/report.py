@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import tables
-from benchmarks.claims import claims_table
+from benchmarks.claims import DECODING, claims_table
 from benchmarks.sweeps import FIGURES
 from benchmarks.workloads import PAPER, PROBE
 
@@ -52,19 +52,28 @@ def _figure(name: str) -> Source:
 
 
 PROBES, SWEEPS = {each.name for each in PROBE}, {each.name for each in PAPER}
-GROUPS = tuple(f"crossover_group{group}_h200" for group in (4, 1, 8))
+CROSSOVER = tuple(f"crossover_group{group}_own{own}_h200" for group in (4, 1, 8) for own in (256, 2048))
+ABLATION = "ablation_h200", "ablation_policies_h200", "ablation_predicted_h200"
+LAYOUTS = (
+    "attention_page64_h200",
+    "attention_shapes_h200",
+    *(f"attention_{name}_h200" for name in ("32_32", "16_8", "64_8", "16_1", "head64", "head256")),
+)
 TIMED = ("attention_h200",), "benchmarks.attention --peers"
 
 SOURCES = {
     "probes": Source(*TIMED, _named(PROBES, tables.times)),
     "paper": Source(*TIMED, _named(SWEEPS, tables.figure), "attention_h200"),
+    "layouts": Source(LAYOUTS, "benchmarks.attention --quick --page-size 64", tables.with_heads),
     **{name: _figure(name) for name in FIGURES},
     "traffic": Source(("traffic_h200", "traffic_shapes_h200"), "benchmarks.traffic", tables.traffic),
     "traffic_peers": Source(("traffic_peers_h200",), "benchmarks.traffic --peers", tables.traffic),
-    "crossover": Source(GROUPS, "benchmarks.crossover --peers --group 4", tables.crossover, "crossover_h200"),
-    "decoding": Source(("decoding_h200",), "benchmarks.decoding", tables.decoding),
+    "crossover": Source(
+        CROSSOVER, "benchmarks.crossover --peers --group 4 --own 256", tables.crossover, "crossover_h200"
+    ),
+    "decoding": Source(DECODING, "benchmarks.decoding --documents 120000", tables.decoding),
     "planning": Source(("planning",), "benchmarks.planning", tables.planning),
-    "ablation": Source(("ablation_h200",), "benchmarks.ablation", tables.ablation),
+    "ablation": Source(ABLATION, "benchmarks.ablation --part sharing fixed", tables.ablation),
 }
 
 

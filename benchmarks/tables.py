@@ -79,8 +79,13 @@ def figure(rows: list[dict]) -> str:
 
 
 def with_heads(rows: list[dict]) -> str:
-    """Show a figure's times with the heads of each row."""
-    return figure([row | {"name": f"{row['name']} ({row['heads']})"} for row in rows])
+    """Show a figure's times with the heads of each row, and what else is not as in most."""
+    usual = {"head_dim": ("head size", 128), "page_size": ("pages of", 16)}
+    named = []
+    for row in rows:
+        unusual = [f"{said} {row[field]}" for field, (said, value) in usual.items() if row[field] != value]
+        named.append(row | {"name": f"{row['name']} ({', '.join([row['heads'], *unusual])})"})
+    return figure(named)
 
 
 def traffic(rows: list[dict]) -> str:

@@ -76,7 +76,7 @@ def test_a_call_is_checked_before_it_is_counted(monkeypatch):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_grid_goes_from_no_sharing_to_much_in_every_group(quick):
-    cases = crossover.grid([1, 8], quick)
+    cases = crossover.grid([1, 8], [256, 2048], quick)
     assert len({(case.series, case.x, len(case.workload.leaf)) for case in cases}) == len(cases)
     for case in cases:
         group, own = map(int, re.fullmatch(r"group (\d+), (\d+) own", case.series).groups())
@@ -125,7 +125,7 @@ def test_a_map_shows_every_cell_that_was_measured(tmp_path):
         {"series": case.series, "x": case.x, "requests": len(case.workload.leaf), "kernel_us": 1.0, "unshared_us": 3.21}
         | common
         | {"heads": f"32/{case.layout.num_kv_heads}"}
-        for case in crossover.grid([1, 4], quick=True)
+        for case in crossover.grid([1, 4], [256], quick=True)
     ]
     rows[0]["unshared_us"] = None
     crossover.draw(rows, tmp_path / "one.svg")

@@ -86,7 +86,7 @@ def test_drawings_are_made_of_the_results_that_are_there(tmp_path):
     shape = {"head_dim": 128, "dtype": "bfloat16", "page_size": 16}
     row = {"name": "n", "kernel_us": 2.0, "unshared_us": 3.0, "roofline_us": 1.0, "requests": 4} | shape
     write(tmp_path, "batch_h200", row | {"series": "s", "x": 4})
-    write(tmp_path, "crossover_group1_h200", row | {"series": "group 1, 256 own", "x": 0})
+    write(tmp_path, "crossover_group1_own256_h200", row | {"series": "group 1, 256 own", "x": 0})
     report.draw(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["batch_h200.svg", "crossover_h200.svg"]
 
@@ -178,7 +178,7 @@ def test_claims_are_set_beside_what_was_measured():
                 ("sharing", "tree", "both", 100.0),
             )
         ],
-        "decoding_h200": [
+        "decoding_120000_h200": [
             {"model": "m", "requests": 16, "document_tokens": 100, "variant": variant, "wall_us": us}
             for variant, us in (("shared", 10.0), ("unshared", 35.0), ("cudnn", None))
         ],
