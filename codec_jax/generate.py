@@ -158,7 +158,7 @@ def _open_model(arguments: argparse.Namespace) -> Model:
             identity={"model": f"random weights, {arguments.random_weights}"},
         )
     checkpoint = open_checkpoint(arguments.model)
-    files = {*arguments.model.glob("*.json"), *(source.file for source in checkpoint.sources.values())}
+    files = {*arguments.model.glob("*.json"), *checkpoint.files}
     modified = max(file.stat().st_mtime for file in files)
     return Model(
         config=replace(checkpoint.config, dtype=dtype, param_dtype=dtype),

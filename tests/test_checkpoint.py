@@ -240,8 +240,10 @@ def test_weights_are_those_of_the_file_rounded_to_the_dtype(tmp_path: Path, dtyp
     model = open_checkpoint(write(tmp_path, QWEN3, tensors)).load(dtype)
     assert {jnp.dtype(weight.dtype) for weight in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}
     assert model.new_cache(1, 8)[0].key.dtype == dtype
-    want = jnp.asarray(tensors["model.layers.1.self_attn.k_proj.weight"]).astype(dtype)
-    np.testing.assert_array_equal(model.blocks[1].attention.key.kernel[...], want.T)
+    parts = [jnp.asarray(tensors[f"model.layers.1.self_attn.{name}_proj.weight"]) for name in "qkv"]
+    got = jnp.split(model.blocks[1].attention.query_key_value.kernel[...], [64, 96], axis=1)
+    for part, want in zip(got, parts, strict=True):
+        np.testing.assert_array_equal(part, want.astype(dtype).T)
 
 
 def test_another_dtype_is_refused(tmp_path: Path) -> None:

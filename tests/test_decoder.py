@@ -77,9 +77,10 @@ def exact_rope(x: np.ndarray, theta: float) -> np.ndarray:
 
 def exact_attention(x: np.ndarray, layer: Attention, config: DecoderConfig) -> np.ndarray:
     tokens, head_dim = len(x), config.head_dim
-    query = (x @ exact(layer.query.kernel)).reshape(tokens, config.num_q_heads, head_dim)
-    key = (x @ exact(layer.key.kernel)).reshape(tokens, config.num_kv_heads, head_dim)
-    value = (x @ exact(layer.value.kernel)).reshape(tokens, config.num_kv_heads, head_dim)
+    heads = (x @ exact(layer.query_key_value.kernel)).reshape(tokens, -1, head_dim)
+    assert heads.shape[1] == config.num_q_heads + 2 * config.num_kv_heads
+    query, key = heads[:, : config.num_q_heads], heads[:, config.num_q_heads : -config.num_kv_heads]
+    value = heads[:, -config.num_kv_heads :]
     if config.qk_norm:
         query = exact_norm(query, layer.query_norm, config.norm_epsilon)
         key = exact_norm(key, layer.key_norm, config.norm_epsilon)
@@ -101,8 +102,8 @@ def exact_logits(model: Decoder, tokens: list[int]) -> np.ndarray:
     for block in model.blocks:
         x = x + exact_attention(exact_norm(x, block.attention_norm, config.norm_epsilon), block.attention, config)
         hidden = exact_norm(x, block.mlp_norm, config.norm_epsilon)
-        gate = hidden @ exact(block.mlp.gate.kernel)
-        x = x + gate / (1 + np.exp(-gate)) * (hidden @ exact(block.mlp.up.kernel)) @ exact(block.mlp.down.kernel)
+        gate, up = np.split(hidden @ exact(block.mlp.gate_up.kernel), 2, axis=-1)
+        x = x + gate / (1 + np.exp(-gate)) * up @ exact(block.mlp.down.kernel)
     x = exact_norm(x, model.norm, config.norm_epsilon)
     return x @ (exact(model.embedding.embedding).T if config.tied_embeddings else exact(model.head.kernel))
 

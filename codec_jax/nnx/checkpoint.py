@@ -1,7 +1,7 @@
 """Hugging Face checkpoints of Qwen3 and Llama: a directory with config.json, *.safetensors and tokenizer.json.
 
     open_checkpoint   config, tokenizer and the headers of all tensors; one error that lists everything wrong
-    Checkpoint.load   tensor by tensor from the mapped files to the device, in the dtype that is wanted
+    Checkpoint.load   parameter by parameter from the mapped files to the device, in the dtype that is wanted
 
 Only files in the directory are read; nothing is ever downloaded.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,39 +28,24 @@ from codec_jax.nnx.checkpoint_config import read_config, read_max_context, read_
 from codec_jax.nnx.decoder import Decoder, DecoderConfig
 from codec_jax.nnx.weights import filled_decoder, parameter_shapes
 
-_Transform = Callable[[Array], Array]
-
-
-def _as_it_is(tensor: Array) -> Array:
-    """Take the tensor as it is stored."""
-    return tensor
-
-
-def _transposed(tensor: Array) -> Array:
-    """Turn PyTorch's [outputs, inputs] into the [inputs, outputs] of `nnx.Linear`."""
-    return tensor.T
-
-
-#: Tensor name -> (parameter of `Decoder`, transform).
-_LLAMA: dict[str, tuple[str, _Transform]] = {
-    r"model\.embed_tokens\.weight": ("embedding.embedding", _as_it_is),
-    r"model\.layers\.(\d+)\.input_layernorm\.weight": (r"blocks.\1.attention_norm.scale", _as_it_is),
-    r"model\.layers\.(\d+)\.self_attn\.q_proj\.weight": (r"blocks.\1.attention.query.kernel", _transposed),
-    r"model\.layers\.(\d+)\.self_attn\.k_proj\.weight": (r"blocks.\1.attention.key.kernel", _transposed),
-    r"model\.layers\.(\d+)\.self_attn\.v_proj\.weight": (r"blocks.\1.attention.value.kernel", _transposed),
-    r"model\.layers\.(\d+)\.self_attn\.o_proj\.weight": (r"blocks.\1.attention.out.kernel", _transposed),
-    r"model\.layers\.(\d+)\.post_attention_layernorm\.weight": (r"blocks.\1.mlp_norm.scale", _as_it_is),
-    r"model\.layers\.(\d+)\.mlp\.gate_proj\.weight": (r"blocks.\1.mlp.gate.kernel", _transposed),
-    r"model\.layers\.(\d+)\.mlp\.up_proj\.weight": (r"blocks.\1.mlp.up.kernel", _transposed),
-    r"model\.layers\.(\d+)\.mlp\.down_proj\.weight": (r"blocks.\1.mlp.down.kernel", _transposed),
-    r"model\.norm\.weight": ("norm.scale", _as_it_is),
-    r"lm_head\.weight": ("head.kernel", _transposed),
+#: Parameter of `Decoder` -> the tensors whose rows are its columns, one tensor after the other; or that are the
+#: parameter as it is, if it is no `nnx.Linear`.
+_TENSORS: dict[str, tuple[str, ...]] = {
+    "embedding.embedding": ("model.embed_tokens",),
+    "norm.scale": ("model.norm",),
+    "head.kernel": ("lm_head",),
 }
-_QWEN3 = _LLAMA | {
-    r"model\.layers\.(\d+)\.self_attn\.q_norm\.weight": (r"blocks.\1.attention.query_norm.scale", _as_it_is),
-    r"model\.layers\.(\d+)\.self_attn\.k_norm\.weight": (r"blocks.\1.attention.key_norm.scale", _as_it_is),
+#: The same in each of `Decoder.blocks`.
+_TENSORS_OF_BLOCK: dict[str, tuple[str, ...]] = {
+    "attention_norm.scale": ("input_layernorm",),
+    "attention.query_key_value.kernel": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.query_norm.scale": ("self_attn.q_norm",),
+    "attention.key_norm.scale": ("self_attn.k_norm",),
+    "attention.out.kernel": ("self_attn.o_proj",),
+    "mlp_norm.scale": ("post_attention_layernorm",),
+    "mlp.gate_up.kernel": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down.kernel": ("mlp.down_proj",),
 }
-_TENSORS = {"llama": _LLAMA, "qwen3": _QWEN3}
 
 #: Older files have them; they follow from the config.
 _UNNEEDED = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
@@ -77,11 +62,10 @@ class _Tensor(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Where a parameter comes from."""
+    """Where a tensor is."""
 
     file: Path
     name: str
-    transform: _Transform
 
 
 @dataclass(frozen=True)
@@ -92,26 +76,28 @@ class Checkpoint:
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...]  # those that end a text
     max_context: int  # tokens that the model was made for
-    sources: Mapping[str, _Source]  # of each parameter, by its path in the decoder
+    sources: Mapping[str, tuple[_Source, ...]]  # what each parameter is made of, by its path in the decoder
+
+    @property
+    def files(self) -> set[Path]:
+        """Return the files that hold the weights."""
+        return {source.file for sources in self.sources.values() for source in sources}
 
     def load(self, dtype: DTypeLike = jnp.bfloat16, *, progress: bool = False) -> Decoder:
         """Read the weights to the default device; `dtype` is that of weights, activations and KV cache.
 
-        The host holds one tensor at a time, and no other weights are made first. `progress` shows a bar. Raises
-        ValueError for a dtype other than float32, bfloat16 and float16.
+        The host holds the tensors of one parameter at a time, and no other weights are made first. `progress` shows a
+        bar. Raises ValueError for a dtype other than float32, bfloat16 and float16.
         """
         if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {jnp.dtype(dtype)}")
         config = replace(self.config, dtype=dtype, param_dtype=dtype)
         with ExitStack() as stack:
-            files = {
-                file: stack.enter_context(safe_open(file, framework="numpy"))
-                for file in {source.file for source in self.sources.values()}
-            }
+            files = {file: stack.enter_context(safe_open(file, framework="numpy")) for file in self.files}
 
             def weight(path: str, _: jax.ShapeDtypeStruct) -> Array:
-                source = self.sources[path]
-                return _place(files[source.file].get_tensor(source.name), source.transform, dtype)
+                tensors = [files[file].get_tensor(name) for file, name in self.sources[path]]
+                return _place(tensors, _is_linear(path), dtype)
 
             return filled_decoder(config, weight, progress=progress)
 
@@ -143,9 +129,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     config = read_config(given, problems)
     max_context = read_max_context(given, problems)
     stop_tokens = read_stop_tokens(given, generation or {}, problems)
-    sources: dict[str, _Source] = {}
-    if config is not None:
-        sources = _match(config, _TENSORS[given["model_type"]], headers, problems)
+    sources = {} if config is None else _match(config, headers, problems)
     if tokenizer is not None and type(given.get("vocab_size")) is int:
         first = [given["bos_token_id"]] if type(given.get("bos_token_id")) is int else []
         _check_tokens(tokenizer, given["vocab_size"], [*first, *stop_tokens], problems)
@@ -255,46 +239,59 @@ def _read_index(file: Path, problems: list[str]) -> dict[str, str]:
     return file_of
 
 
-def _match(
-    config: DecoderConfig, table: Mapping[str, tuple[str, _Transform]], headers: _Headers, problems: list[str]
-) -> dict[str, _Source]:
-    """Find the tensor of every parameter."""
-    parameters = parameter_shapes(config)
-    sources = {}
+def _match(config: DecoderConfig, headers: _Headers, problems: list[str]) -> dict[str, tuple[_Source, ...]]:
+    """Find the tensors of every parameter."""
+    names = {path: _tensor_names(path) for path in parameter_shapes(config)}
+    shapes = {
+        name: shape
+        for path, parameter in parameter_shapes(config).items()
+        for name, shape in zip(names[path], _tensor_shapes(config, path, parameter.shape), strict=True)
+    }
     for name, tensor in headers.tensors.items():
         if re.fullmatch(_UNNEEDED, name) or (name == "lm_head.weight" and config.tied_embeddings):
             continue
-        matches = ((re.fullmatch(pattern, name), *entry) for pattern, entry in table.items())
-        target, transform = next(
-            ((match.expand(parameter), transform) for match, parameter, transform in matches if match),
-            (name, _as_it_is),
-        )
-        if target not in parameters:
+        if name not in shapes:
             problems.append(f"{tensor.file.name}: expected no {name}, which the decoder does not have")
             continue
-        sources[target] = _Source(tensor.file, name, transform)
-        expected = jax.eval_shape(transform, parameters[target]).shape
-        if tensor.shape != expected:
-            problems.append(f"{tensor.file.name}: expected {name} of shape {expected}, got {tensor.shape}")
+        if tensor.shape != shapes[name]:
+            problems.append(f"{tensor.file.name}: expected {name} of shape {shapes[name]}, got {tensor.shape}")
         if tensor.dtype not in _DTYPES:
             problems.append(
                 f"{tensor.file.name}: expected {name} as one of {', '.join(_DTYPES)}, got {tensor.dtype}; "
                 "quantised weights are not supported"
             )
+    missing = shapes.keys() - headers.tensors.keys()
     if headers.unread is not None:
-        missing = [_tensor_name(target, table) for target in parameters.keys() - sources.keys()]
-        problems.extend(f"{name}: expected this tensor, got none" for name in sorted(set(missing) - headers.unread))
-    return sources
+        problems.extend(f"{name}: expected this tensor, got none" for name in sorted(missing - headers.unread))
+    if missing:
+        return {}
+    return {path: tuple(_Source(headers.tensors[name].file, name) for name in names[path]) for path in names}
 
 
-def _tensor_name(target: str, table: Mapping[str, tuple[str, _Transform]]) -> str:
-    """Return the tensor that a parameter of the decoder comes from."""
-    for pattern, (parameter, _) in table.items():
-        if match := re.fullmatch(parameter.replace(r"\1", r"(\d+)"), target):
-            return pattern.replace(r"(\d+)", "".join(match.groups())).replace("\\", "")
-    raise KeyError(target)
+def _is_linear(path: str) -> bool:
+    """Say whether a parameter is the [inputs, outputs] of an `nnx.Linear`, which PyTorch has as [outputs, inputs]."""
+    return path.endswith(".kernel")
 
 
-@partial(jax.jit, static_argnames=("transform", "dtype"))
-def _place(tensor: Array, transform: _Transform, dtype: DTypeLike) -> Array:
-    return transform(tensor).astype(dtype)
+def _tensor_names(path: str) -> list[str]:
+    """Return the tensors that a parameter is made of."""
+    layer, names = "", _TENSORS.get(path)
+    if names is None:
+        _, number, rest = path.split(".", 2)
+        layer, names = f"model.layers.{number}.", _TENSORS_OF_BLOCK[rest]
+    return [f"{layer}{name}.weight" for name in names]
+
+
+def _tensor_shapes(config: DecoderConfig, path: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors that a parameter of the given shape is made of."""
+    if not _is_linear(path):
+        return [shape]
+    inputs, outputs = shape
+    joined = {"query_key_value": config.query_key_value_sizes, "gate_up": config.gate_up_sizes}
+    return [(size, inputs) for size in joined.get(path.split(".")[-2], (outputs,))]
+
+
+@partial(jax.jit, static_argnames=("transpose", "dtype"))
+def _place(tensors: list[Array], transpose: bool, dtype: DTypeLike) -> Array:
+    joined = jnp.concatenate([tensor.astype(dtype) for tensor in tensors])
+    return joined.T if transpose else joined

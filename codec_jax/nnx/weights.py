@@ -13,7 +13,7 @@ from codec_jax.nnx.decoder import Decoder, DecoderConfig
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape and dtype of every parameter by its dotted path, such as blocks.0.attention.query.kernel."""
+    """Return shape and dtype of every parameter by its dotted path, such as blocks.0.attention.out.kernel."""
     state = nnx.state(_abstract(config))
     return {_dotted(path): parameter.get_value() for path, parameter in nnx.to_flat_state(state)}
 
