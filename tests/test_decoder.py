@@ -12,6 +12,7 @@ from flax import nnx
 
 from codec_jax import Forest, KVPages, PagePool, Plan, make_plan
 from codec_jax.nnx import Attention, Decoder, DecoderConfig, Llama3Scaling
+from codec_jax.nnx.norm import RMSNorm
 
 CONFIG = DecoderConfig(
     vocab_size=40,
@@ -58,7 +59,7 @@ def exact(weight: nnx.Variable) -> np.ndarray:
     return np.asarray(weight[...].astype(jnp.float32), np.float64)
 
 
-def exact_norm(x: np.ndarray, norm: nnx.RMSNorm, epsilon: float) -> np.ndarray:
+def exact_norm(x: np.ndarray, norm: RMSNorm, epsilon: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * exact(norm.scale)
 
 
@@ -254,9 +255,9 @@ def test_bfloat16_is_close_to_the_exact_logits_of_the_same_weights() -> None:
     want = np.stack([exact_logits(model, row) for row in tokens.tolist()])
     forest = Forest.from_nodes([-1] * REQUESTS, [16] * REQUESTS, range(REQUESTS), page_size=PAGE_SIZE)
     cache = model.new_cache(NUM_PAGES, PAGE_SIZE)
-    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote to float32 implicitly
+    with jax.numpy_dtype_promotion("standard"):  # JAX's dense attention promotes to float32 implicitly
         dense = jitted.dense(tokens)
-        over_forest, _ = jitted.over_forest(tokens, cache, forest, plan_of(config, forest, 16))
+    over_forest, _ = jitted.over_forest(tokens, cache, forest, plan_of(config, forest, 16))
     for got in (dense, over_forest):
         chex.assert_type(got, jnp.float32)
         chex.assert_tree_all_finite(got)

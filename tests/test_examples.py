@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -24,12 +23,6 @@ from codec_jax.nnx import Decoding, open_checkpoint
 VOCAB, STOP, CONTEXT, MAX_NEW = 40, 5, 256, 40
 DOCUMENTS = [" ".join(f"w{i}" for i in np.random.default_rng(d).integers(6, VOCAB, 100)) for d in range(2)]
 QUESTIONS = ["w8 w7 w30", "w9", "w8 w10"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _implicit_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote to float32 implicitly
-        yield
 
 
 @pytest.fixture(scope="module")

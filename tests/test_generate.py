@@ -37,12 +37,6 @@ ROWS: list[dict[str, Any]] = [
 PROMPTS = [row.get("tokens", [9, 10, 11]) for row in ROWS]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _implicit_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote to float32 implicitly
-        yield
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")

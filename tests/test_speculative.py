@@ -1,7 +1,6 @@
 """The speculative example: its rule of acceptance against the distributions it must keep, and its tokens at 0."""
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +15,6 @@ from speculative import Drafts, Ngrams
 from test_examples import VOCAB, model_dir  # noqa: F401
 
 from codec_jax.nnx import Decoder, Sampler, open_checkpoint
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _implicit_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote to float32 implicitly
-        yield
 
 
 def chi_square(counts: np.ndarray, probability: np.ndarray) -> float:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,6 +20,7 @@ from codec_jax import checks
 from codec_jax.attention import forest_attention
 from codec_jax.drafts import DraftTrees
 from codec_jax.forest import Forest
+from codec_jax.nnx.norm import RMSNorm, reciprocal_root_mean_square
 from codec_jax.nnx.rope import Llama3Scaling, rotate
 from codec_jax.pages import NO_SLOT, KVPages
 from codec_jax.plan import Plan
@@ -80,8 +81,8 @@ class Attention(nnx.Module):
         self.query_key_value = _linear(config, width, sum(config.query_key_value_sizes), rngs)
         self.out = _linear(config, config.num_q_heads * head, width, rngs)
         if config.qk_norm:
-            self.query_norm = _norm(config, head, rngs)
-            self.key_norm = _norm(config, head, rngs)
+            self.query_norm = _norm(config, head)
+            self.key_norm = _norm(config, head)
 
     def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Dense causal attention among the T tokens."""
@@ -110,11 +111,22 @@ class Attention(nnx.Module):
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         config = self.config
         heads = self.query_key_value(x).reshape(*x.shape[:2], -1, config.head_dim)
-        query, key, value = jnp.split(heads, np.cumsum([config.num_q_heads, config.num_kv_heads]), axis=2)
+        # Queries and keys together, and rounded once, so that XLA needs one reduction for the norms of all heads and
+        # does the rest in the very kernels that store them.
+        turning, value = jnp.split(heads, [config.num_q_heads + config.num_kv_heads], axis=2)
+        exact = turning.astype(jnp.float32)
         if config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (rotate(x, positions, config.rope_theta, config.rope_scaling) for x in (query, key))
+            exact *= reciprocal_root_mean_square(exact, config.norm_epsilon) * self._head_scales()
+        turned = rotate(exact, positions, config.rope_theta, config.rope_scaling).astype(heads.dtype)
+        query, key = jnp.split(turned, [config.num_q_heads], axis=2)
         return query, key, value
+
+    def _head_scales(self) -> Float[Array, "N+K H"]:
+        """Return the factors of each head's norm, queries' first; float32."""
+        config = self.config
+        norms = (self.query_norm, config.num_q_heads), (self.key_norm, config.num_kv_heads)
+        scales = [jnp.broadcast_to(norm.scale[...], (heads, config.head_dim)) for norm, heads in norms]
+        return jnp.concatenate(scales).astype(jnp.float32)
 
     def _merge(self, heads: Array) -> Array:
         return self.out(heads.reshape(*heads.shape[:2], -1))
@@ -139,9 +151,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         """Create attention, MLP, and the norm before each."""
-        self.attention_norm = _norm(config, config.hidden_size, rngs)
+        self.attention_norm = _norm(config, config.hidden_size)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = _norm(config, config.hidden_size, rngs)
+        self.mlp_norm = _norm(config, config.hidden_size)
         self.mlp = MLP(config, rngs)
 
     def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -183,7 +195,7 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
-        self.norm = _norm(config, config.hidden_size, rngs)
+        self.norm = _norm(config, config.hidden_size)
         if not config.tied_embeddings:
             self.head = _linear(config, config.hidden_size, config.vocab_size, rngs)
 
@@ -213,7 +225,8 @@ class Decoder(nnx.Module):
         tokens are candidates, in depth-first order.
         """
         positions = jnp.asarray(forest.positions(tokens.shape[1]) if drafts is None else drafts.positions(forest))
-        slots = jnp.where(store, forest.slots(tokens.shape[1]), NO_SLOT)
+        # Without the barrier XLA looks them up, from leaf to node to page, in every kernel that writes K or V.
+        slots = lax.optimization_barrier(jnp.where(store, forest.slots(tokens.shape[1]), NO_SLOT))
         x, written = self.embedding(tokens), []
         for block, pages in zip(self.blocks, cache, strict=True):
             x, pages = block.decode(x, positions, slots, pages, forest, plan, drafts, implementation)
@@ -222,8 +235,9 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Map final hidden states to logits, float32."""
-        out = self.embedding.attend(hidden) if self.config.tied_embeddings else self.head(hidden)
-        return out.astype(jnp.float32)
+        weights = self.embedding.embedding[...].T if self.config.tied_embeddings else self.head.kernel[...]
+        # Float32 as the product leaves it, rather than rounded and converted back in a pass over the vocabulary.
+        return jnp.dot(hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
     def new_cache(self, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
         """Return empty KV pages for every layer."""
@@ -238,5 +252,5 @@ def _linear(config: DecoderConfig, inputs: int, outputs: int, rngs: nnx.Rngs) ->
     return nnx.Linear(inputs, outputs, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
 
 
-def _norm(config: DecoderConfig, size: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(size, epsilon=config.norm_epsilon, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
+def _norm(config: DecoderConfig, size: int) -> RMSNorm:
+    return RMSNorm(size, config.norm_epsilon, config.param_dtype)

@@ -25,8 +25,8 @@ def sample(
     at temperature 1 and with nothing cut off.
     """
 
-    def greedy() -> Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Outside of the branches, where it shares a pass over the logits with what else needs all of them.
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw(truncated: bool) -> Array:
         scaled = logits / jnp.maximum(temperature, 1e-6)
@@ -37,8 +37,11 @@ def sample(
     # Random numbers for a whole vocabulary, and sorting it, are work that a step should do only where it is asked for.
     truncate = (top_k < logits.shape[-1]) | (top_p < 1.0)
     way = jnp.where(temperature == 0.0, 0, 1 + truncate.astype(jnp.int32))
-    token = lax.switch(way, [greedy, lambda: draw(False), lambda: draw(True)])
-    return token, jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
+    token = lax.switch(way, [lambda: best, lambda: draw(False), lambda: draw(True)])
+    # `jax.nn.log_softmax` at one token only: of the vocabulary no more than the sum is needed.
+    greatest = logits.max(axis=-1, keepdims=True)
+    log_sum = jnp.log(jnp.exp(logits - greatest).sum(axis=-1))
+    return token, (jnp.take_along_axis(logits, token[:, None], axis=-1) - greatest)[:, 0] - log_sum
 
 
 def _truncate(scaled: Float[Array, "B V"], top_k: Array, top_p: Array) -> Float[Array, "B V"]:

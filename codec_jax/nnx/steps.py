@@ -49,34 +49,38 @@ def decode_loop(
     """Generate up to `steps` tokens for each request with tokens remaining, all on the device."""
 
     def step(carry: tuple) -> tuple:
-        i, forest, cache, logits, remaining, tokens, logprobs, broken = carry
+        i, forest, cache, hidden, logits, remaining, tokens, logprobs, broken = carry
         active = remaining > 0
         broken |= active & ~jnp.isfinite(logits).all(axis=-1)
         keys = request_keys(key, stream, forest.request_length)
         token, logprob = sample(logits, keys, temperature, top_k, top_p)
         forest = forest.extend(active.astype(jnp.int32))
-        hidden, cache = model.decode(
+        decoded, cache = model.decode(
             token[:, None], cache, forest, plan, store=active[:, None], implementation=implementation
         )
-        logits = jnp.where(active[:, None], model.logits(hidden[:, 0]), logits)
+        # Who has stopped keeps the hidden state, which gives the same logits again: keeping those instead would be a
+        # pass over the vocabulary.
+        hidden = jnp.where(active[:, None], decoded[:, 0], hidden)
         tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
         logprobs = logprobs.at[:, i].set(logprob)
         stopped = (token[:, None] == stop_tokens).any(axis=-1)
         remaining = jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0))
-        return i + 1, forest, cache, logits, remaining, tokens, logprobs, broken
+        return i + 1, forest, cache, hidden, model.logits(hidden), remaining, tokens, logprobs, broken
 
-    batch = remaining.shape[0]
+    batch, config = remaining.shape[0], model.config
     carry = (
         jnp.int32(0),
         jax.tree.map(jnp.asarray, forest),
         cache,
+        jnp.zeros((batch, config.hidden_size), config.dtype),
         logits,
         remaining,
         jnp.full((batch, steps), -1, jnp.int32),
         jnp.zeros((batch, steps), jnp.float32),
         jnp.zeros(batch, bool),
     )
-    _, _, cache, logits, remaining, tokens, logprobs, broken = lax.while_loop(
-        lambda carry: (carry[0] < steps) & (carry[4] > 0).any(), step, carry
+    _, _, cache, _, last, left, tokens, logprobs, broken = lax.while_loop(
+        lambda carry: ((carry[0] < steps) & (carry[5] > 0)).any(), step, carry
     )
-    return cache, logits, tokens, logprobs, remaining > 0, broken
+    logits = jnp.where((remaining > 0)[:, None], last, logits)  # those of the others do not follow from `hidden`
+    return cache, logits, tokens, logprobs, left > 0, broken
