@@ -33,8 +33,13 @@ from codec_jax.nnx import PUBLISHED, Decoder, random_decoder
 
 DOCUMENTS, REQUESTS = (32_768, 120_000), (16, 64)
 
-#: Attention's kernels have one of these in their names.
-ATTENTION_KERNELS = ("mosaic_gpu", "cudnn", "sdpa")
+#: Part of a step -> what the names of its kernels have one of; the first part that fits is meant. Products are XLA's
+#: own (gemm_fusion_dot) or those of cuBLAS, which are called by its newer kernels' prefix, by their library, or by what
+#: they compute; what is none of these is "other": norms, rotation, writing K and V, sampling.
+PARTS = {
+    "attention": ("mosaic_gpu", "cudnn", "sdpa"),
+    "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk"),
+}
 
 #: Rounding to bfloat16 in another order costs a few hundredths over all layers; a wrong context costs about 1.
 MOST_DIFFERENCE = 0.2
@@ -150,24 +155,24 @@ def wall(step: Step, temperature: float = 0.0, top_p: float = 1.0) -> float:
 
 
 def kernel_fields(step: Step) -> dict:
-    """Sum the kernels of a call, and those of attention, by CUPTI; list those that take longest."""
+    """Sum the kernels of a call, and those of each part, by CUPTI; list those that take longest."""
     kernels = kernels_of(step)
-    kernel_us = sum(us for _, us in kernels) / STEPS
-    attention_us = sum(us for name, us in kernels if is_attention(name)) / STEPS
-    if not attention_us:
-        raise RuntimeError(f"kernels: expected some with {' or '.join(ATTENTION_KERNELS)} in their names, got none")
+    times = dict.fromkeys([*PARTS, "other"], 0.0)
+    for name, us in kernels:
+        times[part_of(name)] += us / STEPS
+    if not times["attention"]:
+        raise RuntimeError(f"kernels: expected some with {' or '.join(PARTS['attention'])} in their names, got none")
     return {
-        "kernel_us": kernel_us,
+        "kernel_us": sum(times.values()),
         "launches": len(kernels) / STEPS,
-        "attention_us": attention_us,
-        "attention_share": attention_us / kernel_us,
+        **{f"{part}_us": us for part, us in times.items()},
         "kernels": by_kind(kernels),
     }
 
 
-def is_attention(kernel: str) -> bool:
-    """Say whether a kernel is one of attention's, by its name."""
-    return any(part in kernel.lower() for part in ATTENTION_KERNELS)
+def part_of(kernel: str) -> str:
+    """Say which of `PARTS` a kernel belongs to, by its name, or "other"."""
+    return next((part for part, names in PARTS.items() if any(name in kernel.lower() for name in names)), "other")
 
 
 def by_kind(kernels: list[tuple[str, float]]) -> dict[str, dict[str, float]]:
@@ -180,11 +185,13 @@ def by_kind(kernels: list[tuple[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def line(row: dict) -> str:
-    """Show a row: time of a token, multiple of the floor, kernels and share of attention; or why they are missing."""
+    """Show a row: time of a token, multiple of the floor, kernels of each part; or why they are missing."""
     if not row["wall_us"]:
         return f"{row['name']:<28} {row['error']}"
     kernels = row.get("kernel_error") or (
-        f"kernels {row['kernel_us']:9.1f} us in {row['launches']:6.1f} launches, {row['attention_share']:.1%} attention"
+        f"kernels {row['kernel_us']:9.1f} us in {row['launches']:6.1f} launches ("
+        + ", ".join(f"{part} {row[f'{part}_us']:.1f}" for part in [*PARTS, "other"])
+        + ")"
     )
     sampled = (
         f"sampled {row['sampled_wall_us']:.1f} us, with top-p {row['top_p_wall_us']:.1f} us"

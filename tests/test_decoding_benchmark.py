@@ -92,13 +92,24 @@ def test_logits_that_are_further_apart_than_rounding_are_refused() -> None:
 
 
 def test_kernels_of_a_token_are_summed_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = [("fusion_12", 2.0), ("cmap_body_mosaic_gpu_kernel", 5.0), ("fusion_7_1", 3.0), ("loop_add_fusion", 6.0)]
+    ran = [
+        ("fusion_12", 2.0),
+        ("cmap_body_mosaic_gpu_kernel", 5.0),
+        ("fusion_7_1", 3.0),
+        ("loop_add_fusion", 6.0),
+        ("gemm_fusion_dot_general_0", 7.0),
+        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT", 8.0),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_cutlass", 4.0),
+    ]
     monkeypatch.setattr(decoding, "kernels_of", lambda step: ran * STEPS)
     row = decoding.kernel_fields(None)
-    assert (row["kernel_us"], row["launches"], row["attention_us"]) == (16.0, 4.0, 5.0)
-    assert row["attention_share"] == 5 / 16
-    assert list(row["kernels"]) == ["loop_add_fusion", "fusion", "cmap_body_mosaic_gpu_kernel"]
+    assert (row["kernel_us"], row["launches"]) == (35.0, 7.0)
+    assert (row["attention_us"], row["products_us"], row["other_us"]) == (9.0, 15.0, 11.0)
+    assert list(row["kernels"])[2:5] == ["loop_add_fusion", "fusion", "cmap_body_mosaic_gpu_kernel"]
     assert row["kernels"]["fusion"] == {"launches": 2.0, "us": 5.0}
+    row |= {"name": "16 over 32768, shared", "wall_us": 40.0, "floor_us": 20.0, "roofline_us": 32.0}
+    row |= {"logits_difference": 0.01, "compile_seconds": 1.0}
+    assert "in    7.0 launches (attention 9.0, products 15.0, other 11.0)" in decoding.line(row)
     monkeypatch.setattr(decoding, "kernels_of", lambda step: [("fusion", 2.0)])
     with pytest.raises(RuntimeError, match="kernels: expected some with mosaic_gpu or cudnn"):
         decoding.kernel_fields(None)
