@@ -29,6 +29,7 @@ from benchmarks.decode_step import PAGE_SIZE, STEPS, VARIANTS, SharedDocument, S
 from benchmarks.inputs import Layout
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
 from benchmarks.timing import kernels_of, wall_time
+from benchmarks.turns import GPU
 from codec_jax.nnx import PUBLISHED, Decoder, random_decoder
 
 DOCUMENTS, REQUESTS = (32_768, 120_000), (16, 64)
@@ -82,7 +83,8 @@ def collect(model: Decoder, cases: list[SharedDocument], variants: list[str], pa
     references: dict[SharedDocument, np.ndarray] = {}
     for case, variant in tqdm(list(product(cases, variants))):
         row = {"name": f"{case.name}, {variant}", "variant": variant} | floors(model, case)
-        row |= attempt(partial(measure, model, case, variant, references), "wall_us", "error")
+        with GPU.taken():
+            row |= attempt(partial(measure, model, case, variant, references), "wall_us", "error")
         rows.append(row | common)
         write_draft(rows, path)
         tqdm.write(line(row))
