@@ -109,9 +109,8 @@ class Pipeline:
         self.inputs, self.outputs, self.scratch, self.sizes = inputs, outputs, scratch, sizes
         self.warpgroup = lax.axis_index("warpgroup")
         cta, columns = lax.axis_index("cta"), inputs.runs.shape[1]
-        self._first, self._last, *rest = (inputs.runs[cta, column] for column in range(columns))
-        self.segments = self._last - self._first
-        self.first_segment = Segment(*rest[: len(Segment._fields)])
+        self.first, self._last, *rest = (inputs.runs[cta, column] for column in range(columns))
+        self._first_segment = Segment(*rest[: len(Segment._fields)])
         self.first_pages = tuple(rest[len(Segment._fields) :])
 
     def each_segment(self, work: Callable[..., Any], carried: Any = None) -> jax.Array:
@@ -129,8 +128,8 @@ class Pipeline:
             carried = work(segment, following, done, turn, carried)
             return following, done + segment.hi - segment.lo, jnp.where(segment.is_wide, turn, 1 - turn), carried
 
-        begin = (self.first_segment, jnp.int32(0), jnp.int32(0), carried)
-        return lax.fori_loop(self._first, self._last, step, begin)[1]
+        begin = (self._first_segment, jnp.int32(0), jnp.int32(0), carried)
+        return lax.fori_loop(self.first, self._last, step, begin)[1]
 
     def slot(self, number: jax.Array) -> jax.Array:
         """Where in the rings block `number` of this thread block lies."""

@@ -1,7 +1,7 @@
 """The preparing warpgroup of PAC: query rows from wherever their requests are, and masks from the nodes' lengths."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -20,32 +20,17 @@ _THREAD = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)  # a token for each thread
 _Pages = tuple[Page, ...] | jax.Array  # or the readers of each token, where those are given
 
 
-class _Tile(NamedTuple):
-    """A row tile of one kv head."""
-
-    number: jax.Array
-    first: jax.Array  # entry of the query that it begins with, or -1
-    head: jax.Array
-
-
 def prepare(pipeline: Pipeline) -> None:
     """Fill the query buffers, a tile for each lane, and the ring of mask columns."""
     scratch, sizes = pipeline.scratch, pipeline.sizes
 
-    def work(segment: Segment, next_segment: Segment, done: jax.Array, turn: jax.Array, left: jax.Array) -> jax.Array:
+    def work(segment: Segment, _: Segment, done: jax.Array, turn: jax.Array, __: None) -> None:
         wide = segment.is_wide
-        pages = _pages_of(pipeline, segment.masked)  # on their way while the tile is
-        _stage(pipeline, _tile_of(segment), jnp.where(wide, 0, turn))
+        _stage(pipeline, segment.tile, segment.unit, segment.head, jnp.where(wide, 0, turn))
 
         @pl.when(wide)
         def _second_tile() -> None:
-            second = _Tile(segment.other_tile, segment.other_unit, segment.head)
-            _fetch(pipeline, second, 0)
-            _stage(pipeline, second, 1)
-
-        @pl.when(left > 1)
-        def _next_tile() -> None:
-            _fetch(pipeline, _tile_of(next_segment), 0)
+            _stage(pipeline, segment.other_tile, segment.other_unit, segment.head, 1)
 
         def step(i: jax.Array, pages: _Pages, masked: bool) -> _Pages:
             number = done + i
@@ -67,13 +52,8 @@ def prepare(pipeline: Pipeline) -> None:
         pages = _pages_of(pipeline, segment.masked)
         pages = lax.fori_loop(0, middle, functools.partial(step, masked=False), pages)
         lax.fori_loop(middle, segment.hi - segment.lo, functools.partial(step, masked=True), pages)
-        return left - 1
 
-    @pl.when(pipeline.segments > 0)
-    def _first_tile() -> None:
-        _fetch(pipeline, _tile_of(pipeline.first_segment), 0)
-
-    blocks = pipeline.each_segment(work, pipeline.segments)
+    blocks = pipeline.each_segment(work)
     if sizes.interpreted:
         queries = [scratch.query_free.at[buffer] for buffer in range(LANES)]
         interpret.see_completions(pipeline, blocks, [scratch.values_free], queries)
@@ -85,65 +65,49 @@ def staging_arrivals(sizes: Sizes) -> int:
     return -(-sizes.packing.units // at_once) * at_once * (sizes.columns // 64)
 
 
-def _tile_of(segment: Segment) -> _Tile:
-    """Return the tile of lane 0."""
-    return _Tile(segment.tile, segment.unit, segment.head)
-
-
-def _fetch(pipeline: Pipeline, tile: _Tile, begin: int) -> None:
-    """Start to gather a tile's columns from `begin` on in the staging buffer, in one copy if its rows are together."""
+def _stage(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Array, buffer: Any) -> None:
+    """Gather the rows of a tile, together if they are consecutive in the query, and tile them for wgmma."""
     inputs, scratch, sizes = pipeline.inputs, pipeline.scratch, pipeline.sizes
     packing, tokens = sizes.packing, sizes.query_tokens
     rows, at_once = packing.rows_of_unit, min(packing.units, _UNITS_AT_ONCE)
 
-    def copy(entry: Any, count: int, part: Any, place: Any, arrived: Any) -> None:
+    def copy(entry: Any, count: int, part: Any, place: Any, columns: range, arrived: Any) -> None:
         """Copy `count` consecutive entries of the query to where unit `place` of the tile begins."""
-        heads = pl.ds(tile.head * packing.group + part * rows, rows)
-        for at in range(sizes.columns // 64):
+        heads = pl.ds(head * packing.group + part * rows, rows)
+        for at, column in enumerate(columns):
             plgpu.copy_gmem_to_smem(
-                inputs.query.at[pl.ds(entry, count), heads, pl.ds(begin + at * 64, 64)],  # [count, rows, 64]
+                inputs.query.at[pl.ds(entry, count), heads, pl.ds(column, 64)],  # [count, rows, 64]
                 interpret.view_units(
                     scratch.staged, at, place, count=count, packing=packing, interpreted=sizes.interpreted
                 ),
                 arrived,
             )
 
-    def some(i: jax.Array, _: None) -> None:
-        units = [jnp.minimum(i * at_once + j, packing.units - 1) for j in range(at_once)]
-        places = [packing.unit(tile.number * packing.units + unit, sizes.batch, tokens) for unit in units]
-        requests = [inputs.request_of_row[row] for row, _, _ in places]
-        for unit, request, (_, token, part) in zip(units, requests, places, strict=True):
-            copy(request * tokens + token, 1, part, unit, scratch.query_scattered)
-
-    @pl.when(tile.first >= 0)
-    def _together() -> None:
-        copy(tile.first, sizes.most_units, 0, 0, scratch.query_together)
-
-    @pl.when(tile.first < 0)
-    def _unit_by_unit() -> None:
-        lax.fori_loop(0, -(-packing.units // at_once), some, None)
-
-
-def _stage(pipeline: Pipeline, tile: _Tile, buffer: Any) -> None:
-    """Tile the rows for wgmma as they come; the first columns are on their way already."""
-    scratch, sizes = pipeline.scratch, pipeline.sizes
     for begin in range(0, sizes.head_dim, sizes.columns):
-        if begin > 0:
-            _fetch(pipeline, tile, begin)
+        columns = range(begin, begin + sizes.columns, 64)
 
-        @pl.when(tile.first >= 0)
-        def _together() -> None:
+        def some(i: jax.Array, _: None, columns: range = columns) -> None:
+            units = [jnp.minimum(i * at_once + j, packing.units - 1) for j in range(at_once)]
+            places = [packing.unit(tile * packing.units + unit, sizes.batch, tokens) for unit in units]
+            requests = [inputs.request_of_row[row] for row, _, _ in places]
+            for unit, request, (_, token, part) in zip(units, requests, places, strict=True):
+                copy(request * tokens + token, 1, part, unit, columns, scratch.query_scattered)
+
+        @pl.when(first >= 0)
+        def _together(columns: range = columns) -> None:
+            copy(first, sizes.most_units, 0, 0, columns, scratch.query_together)
             plgpu.barrier_wait(scratch.query_together)
 
-        @pl.when(tile.first < 0)
-        def _unit_by_unit() -> None:
+        @pl.when(first < 0)
+        def _unit_by_unit(some: Any = some) -> None:
+            lax.fori_loop(0, -(-packing.units // at_once), some, None)
             plgpu.barrier_wait(scratch.query_scattered)
 
         if begin == 0:
             plgpu.barrier_wait(scratch.query_free.at[buffer])
-        for at in range(sizes.columns // 64):
+        for at, column in enumerate(columns):
             values = interpret.load_tile(scratch.staged.at[at], plgpu.Layout.WGMMA, sizes.interpreted)  # [64, 64]
-            scratch.query.at[buffer, :, pl.ds(begin + at * 64, 64)][...] = values
+            scratch.query.at[buffer, :, pl.ds(column, 64)][...] = values
         plgpu.commit_smem()  # for wgmma, and before the next columns are copied to the staging buffer
     plgpu.barrier_arrive(scratch.query_full.at[buffer])
 
