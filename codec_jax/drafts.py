@@ -142,8 +142,8 @@ class DraftTrees:
 def readers_of_tokens(drafts: DraftTrees, forest: Forest, plan: Plan) -> Int[Array, "blocks S"]:
     """Return the query rows that see each token of each of the plan's blocks, first + (last + 1 << 16).
 
-    As in `Plan.pages`, rows are counted from the first row of the stream's first tile. Tokens past the end of their
-    node have an empty interval.
+    As in `Plan.pages`, rows are counted from the first row of the stream's first tile. It is 0 for tokens past
+    the end of their node.
     """
     page = Page(*jnp.moveaxis(plan.pages[..., None], 2, 0))  # [blocks, slots, 1]
     node, readers = page.node, page.readers
@@ -161,7 +161,7 @@ def readers_of_tokens(drafts: DraftTrees, forest: Forest, plan: Plan) -> Int[Arr
     end = begin + drafts.subtree_end[request, place] * group
     begin += place * group
     lo, hi = (jnp.where(drafted, jnp.clip(draft, lo, hi), page) for draft, page in ((begin, lo), (end, hi)))
-    return (lo | jnp.where(token < length, hi, 0) << 16).reshape(plan.pages.shape[0], -1)
+    return jnp.where(token < length, lo | hi << 16, 0).reshape(plan.pages.shape[0], -1)
 
 
 def _first_row_of_blocks(plan: Plan) -> Int[Array, " blocks"]:

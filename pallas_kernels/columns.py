@@ -32,4 +32,5 @@ class Page(NamedTuple):
     page_id: Any
     node: Any  # entry of `node_length` that bounds its tokens
     token: Any  # index of its first token within the node
-    readers: Any  # rows that see it: first + (last + 1 << 16), counted over the rows of both tiles of a wide segment
+    #: Rows that see it, counted over both tiles of a wide segment: first + (last + 1 << 16), or 0 if there are none.
+    readers: Any
