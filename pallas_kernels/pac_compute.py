@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels import interpret
 from pallas_kernels.columns import Segment
 from pallas_kernels.compat import load, transposed
-from pallas_kernels.pac_pipeline import LANES, Pipeline
+from pallas_kernels.pac_pipeline import ALIKE, LANES, Pipeline
 from pallas_kernels.packing import TILE_ROWS
 
 _HIDDEN = -1e30  # the score of a token that a row does not see
@@ -113,6 +113,7 @@ def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked
     number = share.done + j * share.stride + share.first
     slot = pipeline.slot(number)
     plgpu.barrier_wait(pipeline.full(scratch.keys_full, segment, number))
+    readers = scratch.columns[slot, 0, 0] if masked else None  # of the first token; loaded ahead of the products
 
     def multiply_keys(scores_ref: Any) -> jax.Array:
         plgpu.wgmma(scores_ref, scratch.query.at[share.buffer], transposed(scratch.keys.at[slot]))
@@ -123,13 +124,14 @@ def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked
     else:
         scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))  # [64, block]
     _release(segment, scratch.keys_free, slot)
-    scores = _hide(pipeline, share, slot, scores) if masked else scores
-    row_max = jnp.maximum(jnp.maximum(state.max, scores.max(axis=1) * sizes.factor), LOWEST)  # [64]
+    visible, scores = _hide(pipeline, share, slot, readers, scores) if masked else (_all_rows(), scores)
+    block_max = jnp.where(visible, scores.max(axis=1) * sizes.factor, _HIDDEN)  # [64]
+    row_max = jnp.maximum(jnp.maximum(state.max, block_max), LOWEST)
     fade = jnp.exp2(state.max - row_max)
     weights = jnp.exp2(scores * sizes.factor - _spread(row_max, sizes.block))  # [64, block]
     accs = [acc * _spread(fade, sizes.columns) for acc in state.accs]
-    rounded = weights.astype(sizes.dtype)
-    row_sum = state.sum * fade + weights.sum(axis=1)
+    rounded = _clear_others(visible, weights.astype(sizes.dtype))
+    row_sum = state.sum * fade + jnp.where(visible, weights.sum(axis=1), 0.0)
     plgpu.barrier_wait(pipeline.full(scratch.values_full, segment, number))
 
     def multiply_values(acc_refs: list[Any]) -> None:
@@ -145,7 +147,31 @@ def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked
     return _State(accs, row_max, row_sum)
 
 
-def _hide(pipeline: Pipeline, share: _Share, slot: jax.Array, scores: jax.Array) -> jax.Array:
+def _hide(
+    pipeline: Pipeline, share: _Share, slot: jax.Array, readers: Any, scores: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the rows that may see the block, and scores that are lowered where such a row does not see a token.
+
+    Where all tokens have the same `readers`, as in most blocks of a long leaf, nothing needs to be done by token.
+    """
+    by_token = functools.partial(_hide_by_token, pipeline, share, slot)
+    if pipeline.sizes.causal or pipeline.sizes.by_token:
+        return _all_rows(), by_token(scores)
+
+    def alike(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        visible = _within(row + _first_row(pipeline, share), *_unpack(readers & ~ALIKE))  # [64]
+        # Scores stay as they are: were both branches to select, the compiler would join them and keep, in registers
+        # that it does not have, one predicate for each score.
+        return visible, scores
+
+    def unlike(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _all_rows(), by_token(scores)
+
+    return lax.cond(readers & ALIKE != 0, alike, unlike, scores)
+
+
+def _hide_by_token(pipeline: Pipeline, share: _Share, slot: jax.Array, scores: jax.Array) -> jax.Array:
     """Lower the scores of tokens that a row does not see."""
     sizes, inputs, columns = pipeline.sizes, pipeline.inputs, pipeline.scratch.columns
     along = plgpu.Layout.WGMMA.reduce(0)
@@ -154,10 +180,9 @@ def _hide(pipeline: Pipeline, share: _Share, slot: jax.Array, scores: jax.Array)
         return lax.broadcast_in_dim(x, scores.shape, [1])
 
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-    row += share.lane * sizes.packing.tile_rows  # rows count over both tiles of a wide segment
     readers = load(columns.at[slot, 0, pl.ds(0, sizes.block)], along)  # [block]
-    first, end = over_columns(readers & 0xFFFF), over_columns(lax.shift_right_logical(readers, 16))
-    scores = jnp.where((row >= first) & (row < end), scores, _HIDDEN)
+    visible = _within(row + _first_row(pipeline, share), *map(over_columns, _unpack(readers)))
+    scores = jnp.where(visible, scores, _HIDDEN)
     if sizes.causal:
         tile = jnp.where(share.lane == 0, share.segment.tile, share.segment.other_tile)
         at = pl.ds(tile * sizes.packing.tile_rows, TILE_ROWS)
@@ -166,6 +191,33 @@ def _hide(pipeline: Pipeline, share: _Share, slot: jax.Array, scores: jax.Array)
         past = over_columns(position) <= _spread(query_position, sizes.block)
         scores = jnp.where(past, scores, _HIDDEN)
     return scores
+
+
+def _first_row(pipeline: Pipeline, share: _Share) -> jax.Array:
+    """Count the rows before the lane's tile, since readers are counted over both tiles of a wide segment."""
+    return share.lane * pipeline.sizes.packing.tile_rows
+
+
+def _unpack(readers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the first row of a token's or a block's readers, and their number."""
+    first = readers & 0xFFFF
+    return first, lax.shift_right_logical(readers, 16) - first
+
+
+def _within(row: jax.Array, first: jax.Array, count: jax.Array) -> jax.Array:
+    """Tell whether first <= row < first + count, by one comparison: what lies before `first` wraps around."""
+    return (row - first).astype(jnp.uint32) < count.astype(jnp.uint32)
+
+
+def _all_rows() -> jax.Array:
+    """Return [64] of True, whose operations the compiler leaves out."""
+    return plgpu.layout_cast(jnp.full((TILE_ROWS,), True), plgpu.Layout.WGMMA.reduce(1))
+
+
+def _clear_others(visible: jax.Array, weights: jax.Array) -> jax.Array:
+    """Clear the rows that do not see the block, even of NaN; bit by bit, since that takes two weights at once."""
+    bits = _spread(jnp.where(visible, jnp.int16(-1), jnp.int16(0)), weights.shape[1])  # [64, block]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(weights, jnp.int16) & bits, weights.dtype)
 
 
 def _release(segment: Segment, barrier: Any, slot: jax.Array) -> None:

@@ -11,7 +11,8 @@
 A segment is narrow or wide. Narrow: both computing warpgroups hold the same row tile and alternate blocks, and merge
 their halves at the end. Wide: each holds a row tile of its own and both work on every block, which is loaded once for
 128 rows. The rings run on across segments, so loading never stops. Unmasked blocks come first in every segment and
-have a loop of their own. All softmax state is float32 in units of log2, since exp2 is what the hardware computes.
+have a loop of their own; a masked block whose tokens all have the same readers is masked by row, others by token. All
+softmax state is float32 in units of log2, since exp2 is what the hardware computes.
 """
 
 import math

@@ -15,6 +15,8 @@ from pallas_kernels.packing import Packing
 LANES = 2
 #: Most KV tokens of a block: one for each thread of the warpgroup that makes the mask.
 BLOCK_TOKENS = 128
+#: Set in the readers of every token of a block where all tokens have the same, and none is past its node's end.
+ALIKE = -(1 << 31)
 
 
 class Inputs(NamedTuple):

@@ -1,6 +1,7 @@
 """The preparing warpgroup of PAC: query rows from wherever their requests are, and masks from the nodes' lengths."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from pallas_kernels import interpret
 from pallas_kernels.columns import Page, Segment
 from pallas_kernels.compat import load
-from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Pipeline, Sizes
+from pallas_kernels.pac_pipeline import ALIKE, BLOCK_TOKENS, LANES, Pipeline, Sizes
 
 _UNITS_AT_ONCE = 8  # loads in flight while gathering
 _THREAD = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)  # a token for each thread
@@ -123,7 +124,10 @@ def _pages_of(pipeline: Pipeline, block: jax.Array) -> _Pages:
 
 
 def _columns(pipeline: Pipeline, pages: _Pages) -> list[jax.Array]:
-    """Readers (and positions) of each token of a block; no reader, where a page is not full."""
+    """Readers (and positions) of each token of a block; no reader, where a page is not full.
+
+    Without causality, readers are marked where all tokens have the same, so that a block may be masked by row.
+    """
     if isinstance(pages, jax.Array):
         return [pages]
     inputs, page_size = pipeline.inputs, jnp.int32(pipeline.sizes.page_size)
@@ -135,4 +139,7 @@ def _columns(pipeline: Pipeline, pages: _Pages) -> list[jax.Array]:
         readers = jnp.where((slot_of == j) & (offset < valid[j]), page.readers, readers)
         if pipeline.sizes.causal:
             position = jnp.where(slot_of == j, inputs.node_start[page.node] + page.token + offset, position)
-    return [readers, position] if pipeline.sizes.causal else [readers]
+    if pipeline.sizes.causal:
+        return [readers, position]
+    alike = [(page.readers == pages[0].readers) & (valid[j] >= page_size) for j, page in enumerate(pages)]
+    return [readers | jnp.where(functools.reduce(operator.and_, alike), ALIKE, 0)]

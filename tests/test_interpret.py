@@ -61,8 +61,9 @@ CASES = {
     "short blocks, parts of pages": Case(SIX, Heads(4, 1, 128), page_size=256, num_ctas=1, block_tokens=64),
     "two accumulators a row": Case(SIX, Heads(2, 1, 256), block_tokens=64, dtype=jnp.float16),
     "more thread blocks than work": Case(Tree([-1], [5], [0]), Heads(4, 2, 64), num_ctas=5),
+    # In the wide segment too there are blocks that some rows see in full and the others not at all.
     "a wide segment and narrow ones": Case(
-        Tree([-1, *[0] * 9], [280, *range(9)], list(range(9, 0, -1))), Heads(16, 1, 64), wide=True
+        Tree([-1, 0, 0, *[1] * 6, 0, 0], [150, 240, *range(9)], list(range(10, 1, -1))), Heads(16, 1, 64), wide=True
     ),
     "wide, causal, rows in any order": Case(
         Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64), query_tokens=5, wide=True
@@ -105,6 +106,15 @@ def test_one_plan_serves_leaves_that_grow_without_races(query_tokens: int, capsy
         check(Arrays.random(forest, heads, jnp.bfloat16, step, query_tokens, num_pages=32), forest, plan)
         forest = forest.extend(np.asarray([17, 2, 9])) if step == 0 else forest
     assert RACE not in capsys.readouterr().out
+
+
+def test_a_nan_in_k_stays_with_its_reader_where_its_neighbours_are_masked_by_row() -> None:
+    heads, forest = Heads(2, 1, 128), Forest.from_nodes([-1, 0, 0], [16, 150, 9], [1, 2])
+    plan = plan_of(forest, heads, num_ctas=1, block_tokens=64, block_capacity=0)
+    query, keys, values = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=16)
+    page, place = divmod(int(forest.context_slots(0)[100]), forest.page_size)  # in a block of this request alone
+    arrays = Arrays(query, keys.at[page, place].set(jnp.nan), values)
+    check(arrays, forest, plan, requests=[1])
 
 
 class Drafts(NamedTuple):

@@ -560,11 +560,13 @@ SIX = Tree([-1, *[0] * 6], [100, 5, 17, 30, 128, 1, 64], list(range(1, 7)))
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("request_slot", range(6))
 def test_a_number_that_is_not_finite_never_reaches_another_request(request_slot: int, bad: float) -> None:
-    heads, forest = Heads(32, 8, 128), grown(SIX)
+    # One leaf fills a block, which is masked by row; the others share theirs.
+    heads, forest = Heads(32, 8, 128), grown(SIX._replace(length=[100, 5, 17, 30, 300, 1, 64]))
     arrays, plan = Arrays.random(forest, heads, jnp.bfloat16, 0), plan_of(forest, heads)
     clean = np.asarray(attend_mosaic(*arrays, forest, plan), np.float32)
     slots = np.full((6, 1), NO_SLOT, np.int32)
-    slots[request_slot] = forest.slots()[request_slot]
+    own = forest.context_slots(request_slot)[100:]
+    slots[request_slot] = own[len(own) // 2]
     row = jnp.full((6, 1, heads.kv, heads.dim), bad, jnp.bfloat16)
     pages = KVPages(*arrays[1:]).write(slots, row, row)
     others = np.arange(6) != request_slot
