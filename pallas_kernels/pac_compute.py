@@ -49,9 +49,8 @@ def compute(pipeline: Pipeline) -> None:
     for buffer in range(LANES):
         plgpu.barrier_arrive(scratch.query_free.at[buffer])  # free to begin with
 
-    @pl.when(warpgroup == 0)
-    def _free_to_begin_with() -> None:
-        plgpu.barrier_arrive(scratch.half_free)
+    # Free to begin with: for either lane to give its half, an arrival of the other.
+    plgpu.barrier_arrive(scratch.half_free.at[1 - warpgroup])
 
     def work(segment: Segment, _: Segment, done: jax.Array, turn: jax.Array, __: None) -> None:
         wide = segment.is_wide
@@ -81,20 +80,20 @@ def compute(pipeline: Pipeline) -> None:
             plgpu.barrier_arrive(scratch.query_free.at[1])
             _write(pipeline, jnp.where(warpgroup == 0, segment.partial, segment.other_partial), state)
 
-        @pl.when(jnp.logical_not(wide) & (warpgroup == 1))
+        # The lane of the last block merges: the other one is done sooner, and has the next segment's first block.
+        merges = warpgroup == lax.rem(done + segment.hi - segment.lo - 1, jnp.int32(LANES))
+
+        @pl.when(jnp.logical_not(wide | merges))
         def _hand_over() -> None:
             _give_half(pipeline, state)
 
-        @pl.when(jnp.logical_not(wide) & (warpgroup == 0))
+        @pl.when(jnp.logical_not(wide) & merges)
         def _merge() -> None:
             _write(pipeline, segment.partial, _take_half(pipeline, state))
 
     pipeline.each_segment(work)
     if pipeline.sizes.interpreted:
-
-        @pl.when(warpgroup == 1)
-        def _see_completions() -> None:
-            interpret.see_completions(pipeline, 0, (), [scratch.half_free])
+        interpret.see_completions(pipeline, 0, (), [scratch.half_free.at[warpgroup]])
 
 
 def _nothing(pipeline: Pipeline) -> _State:
@@ -230,30 +229,31 @@ def _release(segment: Segment, barrier: Any, slot: jax.Array) -> None:
 
 
 def _give_half(pipeline: Pipeline, state: _State) -> None:
-    """Pass lane 1's state to lane 0 through shared memory."""
-    scratch = pipeline.scratch
+    """Pass this lane's state to the other through shared memory."""
+    scratch, giver = pipeline.scratch, pipeline.warpgroup
     for i, acc in enumerate(state.accs):
-        plgpu.barrier_wait(scratch.half_free)
+        plgpu.barrier_wait(scratch.half_free.at[giver])
         scratch.half[...] = acc
         if i == 0:
             scratch.half_rows.at[0][...] = state.max
             scratch.half_rows.at[1][...] = state.sum
-        plgpu.barrier_arrive(scratch.half_full)
+        plgpu.barrier_arrive(scratch.half_full.at[giver])
 
 
 def _take_half(pipeline: Pipeline, state: _State) -> _State:
-    """Merge lane 1's state into lane 0's (POR of two)."""
+    """Merge the other lane's state into this lane's (POR of two)."""
     scratch, columns, rows = pipeline.scratch, pipeline.sizes.columns, plgpu.Layout.WGMMA.reduce(1)
+    giver = 1 - pipeline.warpgroup
     accs = []
     for i, acc in enumerate(state.accs):
-        plgpu.barrier_wait(scratch.half_full)
+        plgpu.barrier_wait(scratch.half_full.at[giver])
         if i == 0:
             other_max, other_sum = load(scratch.half_rows.at[0], rows), load(scratch.half_rows.at[1], rows)
             row_max = jnp.maximum(state.max, other_max)
             fade, other_fade = jnp.exp2(state.max - row_max), jnp.exp2(other_max - row_max)
         other = load(scratch.half, plgpu.Layout.WGMMA)
         accs.append(acc * _spread(fade, columns) + other * _spread(other_fade, columns))
-        plgpu.barrier_arrive(scratch.half_free)
+        plgpu.barrier_arrive(scratch.half_free.at[giver])
     return _State(accs, row_max, state.sum * fade + other_sum * other_fade)
 
 

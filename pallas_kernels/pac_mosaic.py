@@ -8,11 +8,11 @@
     warpgroups 0, 1             S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
           (pac_compute)
 
-A segment is narrow or wide. Narrow: both computing warpgroups hold the same row tile and alternate blocks, and merge
-their halves at the end. Wide: each holds a row tile of its own and both work on every block, which is loaded once for
-128 rows. The rings run on across segments, so loading never stops. Unmasked blocks come first in every segment and
-have a loop of their own; a masked block whose tokens all have the same readers is masked by row, others by token. All
-softmax state is float32 in units of log2, since exp2 is what the hardware computes.
+A segment is narrow or wide. Narrow: both computing warpgroups hold the same row tile and alternate blocks, and the lane
+of the last block merges their halves at the end. Wide: each holds a row tile of its own and both work on every block,
+which is loaded once for 128 rows. The rings run on across segments, so loading never stops. Unmasked blocks come first
+in every segment and have a loop of their own; a masked block whose tokens all have the same readers is masked by row,
+others by token. All softmax state is float32 in units of log2, since exp2 is what the hardware computes.
 """
 
 import math
@@ -188,6 +188,6 @@ def _scratch(sizes: Sizes) -> Scratch:
         values_full=plgpu.Barrier(num_arrivals=sizes.slots, num_barriers=rings),
         keys_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
         values_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
-        half_full=plgpu.Barrier(),
-        half_free=plgpu.Barrier(),
+        half_full=plgpu.Barrier(num_barriers=LANES),  # by the lane that gives
+        half_free=plgpu.Barrier(num_barriers=LANES),
     )

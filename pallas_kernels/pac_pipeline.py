@@ -56,7 +56,7 @@ class Scratch(NamedTuple):
     keys: Any  # [stages, block, H]
     values: Any
     columns: Any  # [stages, 1 or 2, BLOCK_TOKENS]: readers, and positions, of each token
-    half: Any  # [64, columns]: what lane 1 of a narrow segment hands to lane 0
+    half: Any  # [64, columns]: what one lane of a narrow segment hands to the other
     half_rows: Any  # [2, 64]
     query_scattered: Any
     query_together: Any
