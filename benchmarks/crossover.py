@@ -26,7 +26,7 @@ from benchmarks.peers import Peers
 from benchmarks.rows import attempt, finish
 from benchmarks.workloads import flat, shared_root
 
-PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 8, 16, 32, 64), (1, 4, 8), (256, 2048)
+PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 16, 64), (1, 4, 8), (256, 2048)
 QUICK_PREFIXES, QUICK_BATCHES = (0, 2048, 32_768), (1, 8, 64)
 PLAIN = ("unshared_us", "cudnn_us", "flashinfer_decode_us")
 MOST_BEHIND = 1.03  # of the time of plain decode
