@@ -35,7 +35,7 @@ from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root
 from codec_jax import Plan, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.division import Policy
-from codec_jax.schedule import loads
+from codec_jax.schedule import call_us, loads
 from codec_jax.traffic import count_pass
 
 #: Contexts of 200,000 tokens at most: all requests at the same depth, and one at every depth.
@@ -154,7 +154,7 @@ def measure_variant(
     return {
         "kernel_us": kernel_us,
         "launches": launches,
-        "predicted_us": float(load.max()) + plan.cost_model.launch_us,
+        "predicted_us": call_us(plan),
         "makespan_over_mean": float(load.max() / load.mean()),
         "segments": int(plan.cta_ptr[-1]),
         "partials": int(plan.merge_ptr[-1]),

@@ -27,11 +27,11 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.packing import TILE_ROWS
 
-_FORMAT = "codec_jax cost model 1"
+_FORMAT = "codec_jax cost model 2"
 _AGAIN = "measure again with `python -m codec_jax.profile`"
 _LAYOUT = ("num_q_heads", "num_kv_heads", "head_dim", "page_size")
 _TABLES = ("memory_us", "cached_us")
-_TIMES = ("masked", "segment_us", "merge_us", "launch_us")
+_TIMES = ("masked", "segment_us", "merge_us", "launch_us", "stream_us")
 
 _SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
 _FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
@@ -75,7 +75,8 @@ class CostModel:
     masked: float  # time of cached KV tokens that need a mask over that of others
     segment_us: float  # one more segment: its query rows, and the way to its first block
     merge_us: float  # a partial, to write it; a segment has one for each of its tiles
-    launch_us: float  # a call, beyond what its busiest thread block does: the start of PAC, and POR
+    launch_us: float  # a call of one row tile, beyond what its busiest thread block does: the start of PAC, and POR
+    stream_us: float  # one more merge of POR: each row tile has one for each kv head
     versions: tuple[tuple[str, str], ...] = ()
     date: str = ""
 
@@ -233,7 +234,8 @@ class CostModel:
             masked=1.2,
             segment_us=2.0,
             merge_us=1.0,
-            launch_us=9.0,
+            launch_us=5.0,
+            stream_us=0.03,
         )
 
     @classmethod
@@ -276,15 +278,15 @@ class Estimate(NamedTuple):
         block_tokens: int,
         narrow: tuple[float, float],
         wide: tuple[float, float],
-        unique_wide: float,
+        unique: float,
     ) -> Estimate:
         """Estimate how long blocks wait when so many (unmasked, masked) narrow and wide ones are worked off together.
 
         All of them take as long as memory or as arithmetic, whichever takes longer, so what memory needs beyond the
-        arithmetic is waiting. `unique_wide` blocks of the wide ones come from memory, the others from the L2 cache.
+        arithmetic is waiting. `unique` of the blocks come from memory, the others from the L2 cache.
         """
         fast, slow = (cls(model, block_tokens, waiting).block_us for waiting in (0, 1000))
-        reading = (unique_wide + sum(narrow)) * slow[0, 0]
+        reading = unique * slow[0, 0]
         computing = float((np.asarray([narrow, wide]) * fast).sum())
         most = float((np.asarray(narrow) * (slow - fast)[0]).sum())
         waiting = min(max((reading - computing) / most, _LEAST_WAITING), 1.0) if most > 0 else 1.0

@@ -246,13 +246,12 @@ def make_plan(
 
     full_pages = np.bincount(streams.stream, np.where(streams.masked, 0, streams.pages), num_streams)
     unmasked = full_pages.astype(np.int64) // slots
-    in_wide = np.zeros(forest.node_capacity, bool)
-    in_wide[streams.node[wide[streams.stream]]] = True
+    again = int(stream_pages.sum() - (-(-most[forest.row_hi > forest.row_lo] // slot_tokens)).sum())  # read before
     work = Work(
         stream_ptr=stream_ptr,
         unmasked=unmasked,
         wide=wide,
-        unique_wide=float(most[in_wide].sum()) / (slots * slot_tokens),
+        unique=num_blocks - max(again, 0) / slots,
         block_tokens=slots * slot_tokens,
         num_kv_heads=num_kv_heads,
         num_ctas=tiling.num_ctas,

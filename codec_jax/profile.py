@@ -32,8 +32,8 @@ from pallas_kernels.columns import Segment
 from pallas_kernels.config import LARGE
 from pallas_kernels.packing import TILE_ROWS, Packing
 
-TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-MASKED_TOKENS = 8192
+TOKENS = (512, 1024, 4096, 16384)
+MASKED_TOKENS = 4096
 REPEATS = 9
 _FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 
@@ -46,14 +46,14 @@ class Task(NamedTuple):
     cached: bool = False  # all thread blocks read the same K and V in each kv head
     masked: bool = False  # every block needs a mask
     segments: int = 1  # of each thread block
+    divided: bool = False  # the thread blocks of a kv head have a part each of one row tile's tokens
 
     def __str__(self) -> str:
         """Say it in words."""
         of_each = "1 segment" if self.segments == 1 else f"{self.segments} segments"
         origin = "the same for all" if self.cached else "their own"
-        return (
-            f"{of_each} of {self.tiles * TILE_ROWS:3} rows x {self.tokens:5} tokens, {origin}{', masked' * self.masked}"
-        )
+        kind = ", masked" * self.masked + ", parts of one" * self.divided
+        return f"{of_each} of {self.tiles * TILE_ROWS:3} rows x {self.tokens:5} tokens, {origin}{kind}"
 
 
 class Times(NamedTuple):
@@ -67,6 +67,8 @@ class Times(NamedTuple):
 SEVERAL = {tiles: Task(tiles, 1024, segments=4) for tiles in (1, 2)}
 MASKED = Task(1, MASKED_TOKENS, cached=True, masked=True)
 GRID = [Task(tiles, tokens, cached) for tiles in (1, 2) for cached in (False, True) for tokens in TOKENS]
+#: What POR takes where there is one row tile; elsewhere every thread block has one of its own.
+ONE_TILE = Task(1, 1024, divided=True)
 
 
 def main() -> None:
@@ -87,7 +89,7 @@ def main() -> None:
     device = jax.devices()[0]
     clock = Clock(layout, device.core_count)
     times: dict[Task, Times] = {}
-    for task in tqdm([*GRID, MASKED, *SEVERAL.values()], unit="measurement"):
+    for task in tqdm([*GRID, MASKED, *SEVERAL.values(), ONE_TILE], unit="measurement"):
         try:
             times[task] = clock.measure(task)
         except Exception as error:
@@ -95,7 +97,7 @@ def main() -> None:
         else:
             tqdm.write(f"{task}: PAC {times[task].pac:.2f} us, POR {times[task].por:.2f} us")
     try:
-        model = fit(times, layout, device.device_kind, idle=device.core_count / busy(layout, device.core_count))
+        model = fit(times, layout, device.device_kind, clock.num_ctas)
     except ValueError as error:
         sys.exit(f"failed: {error}; nothing was written")
     print(table(model))
@@ -132,6 +134,8 @@ def forest_of(task: Task, layout: Layout, num_ctas: int) -> Forest:
         chain = task.tokens // slot_tokens
         length, leaves = [slot_tokens // 2] * chain, [chain - 1] * (requests * nodes)
         return Forest.from_nodes(list(range(-1, chain - 1)), length, leaves, page_size=layout.page_size)
+    if task.divided:
+        return Forest.from_nodes([-1], [task.tokens * nodes], [0] * requests, page_size=layout.page_size)
     if task.cached:
         return Forest.from_nodes([-1], [task.tokens], [0] * (requests * nodes), page_size=layout.page_size)
     leaf = np.repeat(np.arange(nodes), requests)
@@ -155,7 +159,7 @@ def plan_of(task: Task, layout: Layout, num_ctas: int) -> tuple[Forest, Plan]:
         lanes=2,
         least_wide_tokens=1 if task.tiles == 2 else sys.maxsize,
         cost_model=CostModel.roofline(layout),
-        policy=1,
+        policy=num_ctas // layout.num_kv_heads if task.divided else 1,
     )
     of_each = np.diff(plan.cta_ptr)
     segments = Segment(*plan.segments[: plan.cta_ptr[-1]].T)
@@ -229,19 +233,17 @@ def kernel_times(call: Callable[[], object], flush: Callable[[], object]) -> Tim
 # ---------------------------------------------------------------------- what it says
 
 
-def fit(times: Mapping[Task, Times], layout: Layout, device: str, idle: float = 1.0) -> CostModel:
+def fit(times: Mapping[Task, Times], layout: Layout, device: str, num_ctas: int) -> CostModel:
     """Take calls, segments and partials off PAC's times on the grid; what is left are rows over tokens.
 
-    POR works for all thread blocks together, after the last of them: what it takes for a segment each is part of the
-    time of a call. Columns of which a time is missing are left out. `idle` is how many thread blocks the device has
-    over how many worked: with all of them, each would have so much less of the bandwidth. Raises ValueError if too much
-    is missing.
+    POR works for all thread blocks together, after the last of them: what it takes for one row tile is part of the time
+    of a call. On the grid it has a merge for each of the `num_ctas` thread blocks. Columns of which a time is missing
+    are left out. Raises ValueError if too much is missing.
     """
     tokens = [n for n in TOKENS if all(Task(tiles, n, cached) in times for tiles in (1, 2) for cached in (False, True))]
-    needed = [Task(tiles, several.tokens * several.segments) for tiles, several in SEVERAL.items()]
-    missing = [
-        task for task in (MASKED, MASKED._replace(masked=False), *SEVERAL.values(), *needed) if task not in times
-    ]
+    wholes = [Task(tiles, several.tokens * several.segments) for tiles, several in SEVERAL.items()]
+    needed = [MASKED, MASKED._replace(masked=False), *SEVERAL.values(), *wholes, ONE_TILE]
+    missing = [task for task in needed if task not in times]
     if missing or len(tokens) < 2:
         raise ValueError(
             f"times: expected {len(tokens)} of at least 2 columns, and {', '.join(map(str, missing)) or 'no more'}"
@@ -251,7 +253,7 @@ def fit(times: Mapping[Task, Times], layout: Layout, device: str, idle: float = 
     # What a further segment costs, with one partial and with two.
     opening = {
         tiles: (pac[several] - pac[whole]) / (several.segments - 1)
-        for (tiles, several), whole in zip(SEVERAL.items(), needed, strict=True)
+        for (tiles, several), whole in zip(SEVERAL.items(), wholes, strict=True)
     }
     merge = max(opening[2] - opening[1], 0.0)
     segment = max(opening[1] - merge, 0.0)
@@ -259,7 +261,8 @@ def fit(times: Mapping[Task, Times], layout: Layout, device: str, idle: float = 
     first, second = (pac[Task(1, n)] for n in tokens[:2])
     empty = first - (second - first) * tokens[0] / (tokens[1] - tokens[0])
     start = max(min(empty - segment - merge, first), 0.0)
-    por = statistics.median(times[Task(1, n)].por for n in tokens)
+    por, merges = times[ONE_TILE].por, num_ctas - layout.num_kv_heads
+    more = statistics.median(times[Task(1, n)].por for n in tokens) - por
 
     def grid(cached: bool) -> np.ndarray:
         taken_off = start + segment + merge * np.arange(1, 3)[:, None]
@@ -269,7 +272,7 @@ def fit(times: Mapping[Task, Times], layout: Layout, device: str, idle: float = 
         return np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
 
     cached = grid(cached=True)
-    memory = np.maximum(cached, grid(cached=False) * idle)
+    memory = np.maximum(cached, grid(cached=False))
     plain, masked = (pac[MASKED._replace(masked=masked)] - start - segment - merge for masked in (False, True))
     return CostModel(
         device=device,
@@ -283,6 +286,7 @@ def fit(times: Mapping[Task, Times], layout: Layout, device: str, idle: float = 
         segment_us=round(segment, 4),
         merge_us=round(merge, 4),
         launch_us=round(start + por, 4),
+        stream_us=round(max(more, 0.0) / max(merges, 1), 4),
         versions=versions(),
         date=datetime.date.today().isoformat(),
     )
@@ -313,8 +317,8 @@ def table(model: CostModel) -> str:
         ]
     lines += [
         "",
-        f"a segment {model.segment_us:.2f} us, a partial {model.merge_us:.2f} us, a call {model.launch_us:.2f} us; "
-        f"masks take {model.masked:.2f} x as long, cached",
+        f"a segment {model.segment_us:.2f} us, a partial {model.merge_us:.2f} us, a call {model.launch_us:.2f} us and "
+        f"{model.stream_us:.3f} us for each merge; masks take {model.masked:.2f} x as long, cached",
     ]
     return "\n".join(lines)
 

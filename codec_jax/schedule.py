@@ -36,7 +36,7 @@ class Work(NamedTuple):
     stream_ptr: Int[np.ndarray, " streams+1"]  # stream s has blocks [stream_ptr[s], stream_ptr[s + 1]), in each kv head
     unmasked: Int[np.ndarray, " streams"]  # how many of its first blocks need no mask
     wide: Bool[np.ndarray, " streams"]  # wide streams come first
-    unique_wide: float  # blocks of wide streams, those of several streams counted once
+    unique: float  # blocks of all streams, what several streams read counted once
     block_tokens: int
     num_kv_heads: int
     num_ctas: int  # at most
@@ -52,7 +52,7 @@ class Work(NamedTuple):
         narrow, wide = (
             (float(self.unmasked[which].sum()), float(masked[which].sum())) for which in (~self.wide, self.wide)
         )
-        return Estimate.of(model, self.block_tokens, narrow, wide, self.unique_wide)
+        return Estimate.of(model, self.block_tokens, narrow, wide, self.unique)
 
 
 class Schedule(NamedTuple):
@@ -192,3 +192,10 @@ def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:
     estimate = Estimate(plan.cost_model, plan.block_tokens, int(plan.waiting))
     cost = estimate.segments(segments.is_wide, segments.masked - segments.lo, segments.hi - segments.masked)
     return np.diff(np.concatenate([[0], np.cumsum(cost)])[cta_ptr])
+
+
+def call_us(plan: Plan) -> float:
+    """Estimate how long the kernels of a call take by the plan's cost model, in microseconds."""
+    merges = plan.num_tiles * plan.num_kv_heads
+    model = plan.cost_model
+    return float(loads(plan).max()) + model.launch_us + model.stream_us * (merges - plan.num_kv_heads)

@@ -32,4 +32,5 @@ def cost_model(
         segment_us=segment,
         merge_us=merge,
         launch_us=10.0,
+        stream_us=0.05,
     )

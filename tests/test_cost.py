@@ -79,7 +79,7 @@ def test_a_saved_model_comes_back(tmp_path):
     [
         (lambda d: d.pop("masked"), r"fields: expected also \['masked'\]"),
         (lambda d: d.update(unit="ms"), r"fields: .*\['unit'\]"),
-        (lambda d: d.update(format="flashinfer"), r"format: expected 'codec_jax cost model 1', got flashinfer"),
+        (lambda d: d.update(format="flashinfer"), r"format: expected 'codec_jax cost model 2', got flashinfer"),
         (lambda d: d.update(head_dim="128"), r"head_dim: expected a positive integer, got 128"),
         (lambda d: d.update(page_size=0), r"page_size: expected a positive integer, got 0"),
         (lambda d: d.update(rows=[64, 16, 128]), r"rows: expected positive integers in ascending order"),

@@ -10,11 +10,11 @@ from costs import cost_model
 
 from codec_jax import CostModel, cost, profile
 from codec_jax.cost import Layout
-from codec_jax.profile import GRID, MASKED, SEVERAL, TOKENS, Task, Times
+from codec_jax.profile import GRID, MASKED, ONE_TILE, SEVERAL, TOKENS, Task, Times
 from pallas_kernels.columns import Page, Segment
 
 LAYOUTS = [Layout(32, 8, 128, 16), Layout(28, 4, 128, 64), Layout(16, 16, 64, 256), Layout(32, 1, 256, 32)]
-TASKS = [*GRID, MASKED, *SEVERAL.values()]
+TASKS = [*GRID, MASKED, *SEVERAL.values(), ONE_TILE]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -46,16 +46,15 @@ POR_US = 4.0  # of the 10 that a call takes
 
 
 def times_of(model: CostModel) -> dict[Task, Times]:
-    """What a GPU would take that follows a model exactly; memory is shared by 128 of 132 thread blocks.
-
-    POR takes longer for more segments, which are not those of one thread block.
-    """
+    """What a GPU of 128 thread blocks would take that follows a model exactly."""
     times = {}
     for task in TASKS:
         cached = float(model.kv_us(64 * task.tiles, task.tokens, cached=True)) * (model.masked if task.masked else 1)
-        memory = float(model.kv_us(64 * task.tiles, task.tokens)) * 128 / 132
+        memory = float(model.kv_us(64 * task.tiles, task.tokens))
         per_segment = (cached if task.cached else memory) + model.segment_us + model.merge_us * task.tiles
-        times[task] = Times(model.launch_us - POR_US + task.segments * per_segment, POR_US * task.segments)
+        merges = LAYOUTS[0].num_kv_heads if task.divided else 128 * task.segments * task.tiles
+        por = POR_US + model.stream_us * (merges - LAYOUTS[0].num_kv_heads)
+        times[task] = Times(model.launch_us - POR_US + task.segments * per_segment, por)
     return times
 
 
@@ -63,8 +62,8 @@ MODEL = cost_model(LAYOUTS[0], narrow=(2.0, 1.0), wide=(2.2, 1.8), masked=1.3, s
 
 
 def test_the_costs_of_a_gpu_are_found_again_from_its_times():
-    fitted = profile.fit(times_of(MODEL), LAYOUTS[0], "a GPU", idle=132 / 128)
-    for name in ("segment_us", "merge_us", "launch_us"):
+    fitted = profile.fit(times_of(MODEL), LAYOUTS[0], "a GPU", 128)
+    for name in ("segment_us", "merge_us", "launch_us", "stream_us"):
         assert getattr(fitted, name) == pytest.approx(getattr(MODEL, name), abs=1e-3)
     assert fitted.masked == pytest.approx(MODEL.masked, abs=1e-3)
     for cached in (False, True):
@@ -83,18 +82,18 @@ def test_noise_does_not_spoil_a_table():
     draw = np.random.default_rng(0)
     for _ in range(20):
         noisy = {task: Times(*draw.uniform(0.7, 1.3, 2) * us) for task, us in times_of(MODEL).items()}
-        profile.fit(noisy, LAYOUTS[0], "a GPU")
+        profile.fit(noisy, LAYOUTS[0], "a GPU", 128)
 
 
 def test_columns_without_a_time_are_left_out_and_too_few_raise():
     times = times_of(MODEL)
     del times[Task(2, 512, cached=True)]
-    assert profile.fit(times, LAYOUTS[0], "a GPU").tokens == TOKENS[1:]
-    for task in (MASKED, *SEVERAL.values()):
+    assert profile.fit(times, LAYOUTS[0], "a GPU", 128).tokens == TOKENS[1:]
+    for lost in ([MASKED], *([task] for task in SEVERAL.values()), [ONE_TILE]):
         with pytest.raises(ValueError, match=r"times: .*tokens, "):
-            profile.fit({key: us for key, us in times.items() if key != task}, LAYOUTS[0], "a GPU")
+            profile.fit({key: us for key, us in times.items() if key not in lost}, LAYOUTS[0], "a GPU", 128)
     with pytest.raises(ValueError, match=r"times: "):
-        profile.fit({}, LAYOUTS[0], "a GPU")
+        profile.fit({}, LAYOUTS[0], "a GPU", 128)
 
 
 @pytest.fixture
@@ -104,6 +103,7 @@ def gpu(monkeypatch, tmp_path):
     class Clock:
         def __init__(self, layout: Layout, core_count: int) -> None:
             assert (layout, core_count) == (LAYOUTS[0], 132)
+            self.num_ctas = 128
 
         def measure(self, task: Task) -> Times:
             if task == Task(1, 512):
