@@ -64,13 +64,14 @@ def make_inputs(workload: Workload, layout: Layout) -> Inputs:
     )
     pages = (int(forest.used_pages.max()) + 1, layout.page_size, layout.num_kv_heads, layout.head_dim)
     query = (len(workload.leaf), 1, layout.num_q_heads, layout.head_dim)
-    draw = jax.jit(lambda keys: [_normal(key, shape) for key, shape in zip(keys, (pages, pages, query), strict=True)])
     keys = jax.random.split(jax.random.key(0), 3)
-    key, value, query = compiled(draw, keys)(keys)
-    return Inputs(forest, query, key, value)
+    return Inputs(forest, *(_normal(*each) for each in zip(keys[::-1], (query, pages, pages), strict=True)))
 
 
-_normal = partial(jax.random.normal, dtype=jnp.bfloat16)
+def _normal(key: Array, shape: tuple[int, ...]) -> Array:
+    """Draw an array by itself: random bits take several times its memory."""
+    draw = jax.jit(partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))
+    return compiled(draw, key)(key)
 
 
 def attention_call(inputs: Inputs, layout: Layout, implementation: str | None) -> tuple[Callable[[], Array], int]:
