@@ -72,7 +72,7 @@ class CostModel:
     tokens: tuple[int, ...]  # n, ascending
     memory_us: Table  # [rows, tokens], every thread block reads K and V of its own
     cached_us: Table  # [rows, tokens], all read the same, so that it comes from the L2 cache
-    masked: float  # time of cached KV tokens that need a mask over that of others
+    masked: float  # time of cached KV tokens that need a mask of their own over that of others
     segment_us: float  # one more segment: its query rows, and the way to its first block
     merge_us: float  # a partial, to write it; a segment has one for each of its tiles
     launch_us: float  # a call of one row tile, beyond what its busiest thread block does: the start of PAC, and POR
@@ -270,6 +270,7 @@ class Estimate(NamedTuple):
     model: CostModel
     block_tokens: int
     waiting: int  # thousandths of the wait for memory that show in narrow blocks: at 1000 each reads its own
+    by_token: int = 1000  # thousandths of the masked blocks that are masked by token; a mask by row costs nothing
 
     @classmethod
     def of(
@@ -279,24 +280,32 @@ class Estimate(NamedTuple):
         narrow: tuple[float, float],
         wide: tuple[float, float],
         unique: float,
+        by_token: float = 1.0,
     ) -> Estimate:
         """Estimate how long blocks wait when so many (unmasked, masked) narrow and wide ones are worked off together.
 
         All of them take as long as memory or as arithmetic, whichever takes longer, so what memory needs beyond the
-        arithmetic is waiting. `unique` of the blocks come from memory, the others from the L2 cache.
+        arithmetic is waiting. `unique` of the blocks come from memory, the others from the L2 cache. `by_token` is the
+        share of the masked ones whose tokens do not all have the same readers.
         """
-        fast, slow = (cls(model, block_tokens, waiting).block_us for waiting in (0, 1000))
+        share = round(1000 * by_token)
+        fast, slow = (cls(model, block_tokens, waiting, share).block_us for waiting in (0, 1000))
         reading = unique * slow[0, 0]
         computing = float((np.asarray([narrow, wide]) * fast).sum())
         most = float((np.asarray(narrow) * (slow - fast)[0]).sum())
         waiting = min(max((reading - computing) / most, _LEAST_WAITING), 1.0) if most > 0 else 1.0
-        return cls(model, block_tokens, round(1000 * waiting))
+        return cls(model, block_tokens, round(1000 * waiting), share)
+
+    @property
+    def masked(self) -> float:
+        """Time of a cached masked block over that of another."""
+        return 1.0 + (self.model.masked - 1.0) * self.by_token / 1000
 
     @property
     def block_us(self) -> Float[np.ndarray, "2 2"]:
         """Time of one of many blocks: [narrow or wide, unmasked or masked]."""
         memory, cached = self.model.token_us.T[:, :, None] * self.block_tokens
-        cached = cached * np.asarray([1.0, self.model.masked])
+        cached = cached * np.asarray([1.0, self.masked])
         return cached + self._shown(np.asarray([[False], [True]])) * np.maximum(memory - cached, 0.0)
 
     def _shown(self, wide: Any) -> Any:
@@ -317,7 +326,7 @@ class Estimate(NamedTuple):
             np.where(wide, *(np.interp(blocks * self.block_tokens, grid, curves[kind, source]) for kind in (1, 0)))
             for source in (0, 1)
         )
-        cached = cached * (1 + (self.model.masked - 1) * masked / np.maximum(blocks, 1))
+        cached = cached * (1 + (self.masked - 1) * masked / np.maximum(blocks, 1))
         return self.segment_us(wide) + cached + self._shown(wide) * np.maximum(memory - cached, 0.0)
 
 

@@ -24,12 +24,12 @@ from jaxtyping import Array, Bool, Int
 from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
 from codec_jax.capacity import bucket
-from codec_jax.cost import CostModel, Layout
+from codec_jax.cost import CostModel, Estimate, Layout
 from codec_jax.division import Policy, divide
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.schedule import Work
-from codec_jax.streams import Rows, blocks_of_streams, extents_of_streams
+from codec_jax.streams import Rows, blocks_of_streams, extents_of_streams, share_masked_by_token
 from pallas_kernels.columns import Page, Segment
 from pallas_kernels.config import config_for
 from pallas_kernels.packing import Packing
@@ -78,7 +78,7 @@ class Plan:
     least_length: Int[HostOrDevice, " nodes"]
     most_length: Int[HostOrDevice, " nodes"]
     structure: Int[HostOrDevice, ""]
-    waiting: Int[HostOrDevice, ""]  # of `cost.Estimate`, to say what thread blocks were expected to take
+    shares: Int[HostOrDevice, " 2"]  # waiting and by_token of `estimate`, for what thread blocks were expected to take
 
     page_size: int = field(metadata={"static": True})
     slot_tokens: int = field(metadata={"static": True})  # of a page of `pages`: long pages are cut to fit a block
@@ -101,6 +101,11 @@ class Plan:
     def block_tokens(self) -> int:
         """KV tokens of a block."""
         return self.pages.shape[1] * self.slot_tokens
+
+    @property
+    def estimate(self) -> Estimate:
+        """What blocks and segments were expected to cost; of a plan on the host."""
+        return Estimate(self.cost_model, self.block_tokens, *map(int, self.shares))
 
     @property
     def cta_ptr(self) -> Int[HostOrDevice, " num_ctas+1"]:
@@ -246,6 +251,8 @@ def make_plan(
 
     full_pages = np.bincount(streams.stream, np.where(streams.masked, 0, streams.pages), num_streams)
     unmasked = full_pages.astype(np.int64) // slots
+    first_masked = np.repeat(stream_ptr[:-1] + unmasked, np.diff(stream_ptr))
+    masked = pages[:num_blocks][np.arange(num_blocks) >= first_masked]
     again = int(stream_pages.sum() - (-(-most[forest.row_hi > forest.row_lo] // slot_tokens)).sum())  # read before
     work = Work(
         stream_ptr=stream_ptr,
@@ -255,6 +262,7 @@ def make_plan(
         block_tokens=slots * slot_tokens,
         num_kv_heads=num_kv_heads,
         num_ctas=tiling.num_ctas,
+        by_token=share_masked_by_token(masked, forest.length, slot_tokens) if query_tokens == 1 else 1.0,
     )
     estimate = work.estimate(model)
     cut = divide(work, estimate, policy)
@@ -293,7 +301,7 @@ def make_plan(
         least_length=forest.length,
         most_length=most,
         structure=forest.structure,
-        waiting=np.asarray(estimate.waiting, np.int32),
+        shares=np.asarray([estimate.waiting, estimate.by_token], np.int32),
         page_size=forest.page_size,
         slot_tokens=slot_tokens,
         request_capacity=forest.request_capacity,

@@ -16,7 +16,6 @@ from jaxtyping import Int
 
 from codec_jax import checks
 from codec_jax.arrays import expand
-from codec_jax.cost import Estimate
 from codec_jax.forest import Forest
 from codec_jax.plan import Plan, list_runs, make_plan, most_length
 from codec_jax.schedule import loads
@@ -68,7 +67,7 @@ def _is_balanced(plan: Plan) -> bool:
     excess = float(load.max() - _MOST_IMBALANCE * load.mean())
     if excess <= 0:
         return True
-    return excess <= Estimate(plan.cost_model, plan.block_tokens, int(plan.waiting)).block_us.max()
+    return excess <= plan.estimate.block_us.max()
 
 
 def _extended(plan: Plan, planned: Forest, forest: Forest, steps: int) -> Plan | None:

@@ -5,9 +5,10 @@
                                                                             r4      r5      block r K + h
 
 A stream that fills whole runs does so up to its last block, and what is left of all streams is laid end to end and
-shared by the other runs. So equal streams are cut alike, and every kv head is. Thread blocks that read the same pages
-then do so at the same time: in K and V of other heads, which lie next to each other in memory, or once more for
-another pair of tiles, from the L2 cache.
+shared by the other runs; where it makes runs shorter, a stream that fills most of one more has equal runs to itself. So
+equal streams are cut alike, and every kv head is. Thread blocks that read the same pages then do so at the same time:
+in K and V of other heads, which lie next to each other in memory, or once more for another pair of tiles, from the L2
+cache.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Share of the thread blocks that may be left out so that kv heads are cut alike.
 _MOST_LEFT_OUT = 0.1
+#: What a stretch leaves of a run must fill for it to get that run to itself, in every way that is tried; above 1, none.
+_ROUNDED_UP = (0.5, 0.75, 2.0)
 #: Loads that are tried for a run, in units of the least that it can be.
 _LOADS = np.append(np.linspace(1.0, 1.3, 61), [1.5, 2.0, 3.0, 10.0, 1e9])
 
@@ -40,6 +43,7 @@ class Work(NamedTuple):
     block_tokens: int
     num_kv_heads: int
     num_ctas: int  # at most
+    by_token: float = 1.0  # share of the masked blocks that are masked by token
 
     @property
     def blocks(self) -> Int[np.ndarray, " streams"]:
@@ -52,7 +56,7 @@ class Work(NamedTuple):
         narrow, wide = (
             (float(self.unmasked[which].sum()), float(masked[which].sum())) for which in (~self.wide, self.wide)
         )
-        return Estimate.of(model, self.block_tokens, narrow, wide, self.unique)
+        return Estimate.of(model, self.block_tokens, narrow, wide, self.unique, self.by_token)
 
 
 class Schedule(NamedTuple):
@@ -138,6 +142,38 @@ def _fits(work: Work, num_heads: int) -> bool:
     )
 
 
+def _runs_alone(
+    line: Line, num_runs: int, least: float
+) -> tuple[Int[np.ndarray, " stretches"], Float[np.ndarray, " stretches"]]:
+    """Choose how many runs each stretch has to itself, and the cost of its blocks in each of them.
+
+    Of a few dozen loads, the least with which all runs suffice, for each way to round what is left of a stretch.
+    """
+    body, opening = line.body, line.opening
+    loads = least * _LOADS
+    large = np.flatnonzero(body + opening > least)  # the others fill no run, whatever its load
+    room = np.maximum(loads[:, None] - opening[large], 1e-9)  # [loads, large]
+    runs = body[large] / room
+    filled = np.floor(runs + 1e-6)
+    up = runs - filled > np.asarray(_ROUNDED_UP)[:, None, None]  # [ways, loads, large]
+    even = up | (body[large] - filled * room < line.unit[large, 0] / 2)  # nothing, or no block, is left
+    left = np.where(even, 0.0, body[large] - filled * room)
+    shared = np.where(left > 1e-6 * least, left + opening[large], 0.0).sum(-1)  # [ways, loads]
+    shared += (body + opening).sum() - (body + opening)[large].sum()
+    shared += opening.max() * np.floor(shared / loads)  # a cut opens one more segment
+    filled = filled + up
+    enough = filled.sum(-1) + np.ceil(shared / loads - 1e-6) <= num_runs
+    lightest = np.argmax(enough, axis=1)
+    way = int(np.argmin(lightest))
+    filled, even, room = filled[way, lightest[way]], even[way, lightest[way]], room[lightest[way]]
+
+    whole = np.zeros(len(body), np.int64)
+    whole[large] = filled
+    size = np.zeros(len(body))
+    size[large] = np.where(even, body[large] / np.maximum(filled, 1), room)
+    return whole, size
+
+
 def whole_runs(line: Line, num_runs: int) -> Pieces:
     """Cut the stretches into runs of about equal cost, as few of them as possible shared by several stretches."""
     body, opening = line.body, line.opening
@@ -145,21 +181,8 @@ def whole_runs(line: Line, num_runs: int) -> Pieces:
         nothing = np.zeros(0, np.int64)
         return Pieces(nothing, nothing, np.zeros(0), np.zeros(0))
     least = (body.sum() + opening.sum() * max(1.0, num_runs / len(body))) / num_runs
-    loads = least * _LOADS
-    large = np.flatnonzero(body + opening > least)  # the others fill no run, whatever its load
-    room = np.maximum(loads[:, None] - opening[large], 1e-9)
-    filled = np.floor(body[large] / room + 1e-6)
-    left = body[large] - filled * room
-    shared = np.where(left > 1e-6 * least, left + opening[large], 0.0).sum(1)
-    shared += (body + opening).sum() - (body + opening)[large].sum()
-    shared += opening.max() * np.floor(shared / loads)  # a cut opens one more segment
-    chosen = int(np.argmax(filled.sum(1) + np.ceil(shared / loads - 1e-6) <= num_runs))
-
-    # Runs of one stretch: they end with it, so that leaves that grow make different runs longer.
-    whole = np.zeros(len(body), np.int64)
-    whole[large] = filled[chosen]
-    size = np.zeros(len(body))
-    size[large] = room[chosen]
+    whole, size = _runs_alone(line, num_runs, least)
+    # They end with their stretch, so that leaves that grow make different runs longer.
     left = np.maximum(body - whole * size, 0.0)
     stretch, nth = expand(whole)
     # Where one run ends the next one begins, to the last digit, or the two would round to different blocks.
@@ -189,8 +212,7 @@ def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:
     """Estimate how long each thread block of a plan takes by the plan's cost model, in microseconds."""
     cta_ptr = np.asarray(plan.cta_ptr)
     segments = Segment(*np.asarray(plan.segments)[: cta_ptr[-1]].T)
-    estimate = Estimate(plan.cost_model, plan.block_tokens, int(plan.waiting))
-    cost = estimate.segments(segments.is_wide, segments.masked - segments.lo, segments.hi - segments.masked)
+    cost = plan.estimate.segments(segments.is_wide, segments.masked - segments.lo, segments.hi - segments.masked)
     return np.diff(np.concatenate([[0], np.cumsum(cost)])[cta_ptr])
 
 

@@ -160,6 +160,15 @@ def blocks_of_streams(
     return blocks
 
 
+def share_masked_by_token(
+    blocks: Int[np.ndarray, "blocks slots 4"], length: Int[np.ndarray, " nodes"], slot_tokens: int
+) -> float:
+    """Return the share of masked blocks in which tokens differ in their readers; the kernels mask others by row."""
+    page = Page(*np.moveaxis(blocks, -1, 0))
+    alike = (page.readers == page.readers[:, :1]) & (length[page.node] - page.token >= slot_tokens)
+    return 1.0 - float(alike.all(axis=1).mean()) if len(blocks) else 1.0
+
+
 def _streams_of_nodes(
     first_tile: Int[np.ndarray, " n"],
     last_tile: Int[np.ndarray, " n"],

@@ -232,6 +232,21 @@ def test_pages_that_all_rows_see_in_full_need_no_mask(query_tokens, free_request
     assert counts == [(8, 1)] * 2
 
 
+@settings(max_examples=100)
+@given(cases())
+def test_masks_are_by_token_where_readers_differ_within_a_block_or_a_page_is_not_full(case):
+    plan = case.plan()
+    masked = {block for each in used_segments(plan) if each.head == 0 for block in range(each.masked, each.hi)}
+    by_token = 0
+    for block in masked:
+        pages = list(pages_of(plan, block, block + 1))
+        full = all(case.forest.length[page.node] >= page.token + plan.slot_tokens for page in pages)
+        same = len(pages) == plan.pages.shape[1] and len({(page.lo, page.hi) for page in pages}) == 1
+        by_token += plan.query_tokens > 1 or not (full and same)
+    expected = by_token / len(masked) if masked else 1.0
+    assert plan.shares[1] == pytest.approx(1000 * expected, abs=0.51)
+
+
 @settings(max_examples=150)
 @given(cases())
 def test_a_tile_streams_only_pages_that_its_rows_read_and_each_once(case):

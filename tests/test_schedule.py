@@ -139,6 +139,17 @@ def test_the_papers_slices_are_bounded_by_the_mean_load_and_assigned_greedily(wo
         assert 1 <= slices <= np.ceil(cost / least * 1.002)
 
 
+def test_streams_that_nearly_fill_their_last_run_have_it_to_themselves():
+    # 5.8 runs each if filled to the brim: 3 of what is left would share 2 runs, and reload what the others read.
+    work = Work(wide=[936] * 2, narrow=[236] * 4, masked=0, num_kv_heads=8, num_ctas=132)
+    cut = work.cut()
+    assert (np.diff(cut.cta_ptr) == 1).all()
+    assert set((cut.hi - cut.lo)[work.is_wide[cut.stream]]) == {156}
+    # A stream that fills a third of a run more shares it.
+    shared = Work(wide=[1000] * 3, narrow=[], masked=0, num_kv_heads=1, num_ctas=10).cut()
+    assert np.diff(shared.cta_ptr).max() == 3
+
+
 def test_the_papers_division_keeps_all_thread_blocks_busy():
     work = Work(wide=[960] * 4, narrow=[91] * 8, masked=5, num_kv_heads=8, num_ctas=132)
     load = loads(work, work.cut("paper"))

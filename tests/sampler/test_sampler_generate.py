@@ -53,7 +53,7 @@ def test_requests_that_have_finished_make_room_for_the_others(sampler: Sampler, 
     lasting = {token for text in by_variety[:2] for token in text}
     stops = sorted({next(token for token in text if token not in lasting) for text in by_variety[2:]})
     want = [until_stop(text, stops) for text in texts]
-    assert sorted(map(len, want))[-3:] < [20, 80, 80]
+    assert sorted(map(len, want))[-3] <= 20
     options = {"temperature": 0.0, "stop_tokens": stops}
     with pytest.raises(OutOfPagesError):
         sampler.decode(sampler.start(CROWD), 80, **options)
