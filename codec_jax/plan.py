@@ -29,7 +29,7 @@ from codec_jax.division import Policy, divide
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.schedule import Work
-from codec_jax.streams import Rows, blocks_of_streams, extents_of_streams, share_masked_by_token
+from codec_jax.streams import Rows, blocks_alike, blocks_of_streams, extents_of_streams
 from pallas_kernels.columns import Page, Segment
 from pallas_kernels.config import config_for
 from pallas_kernels.packing import Packing
@@ -251,8 +251,9 @@ def make_plan(
 
     full_pages = np.bincount(streams.stream, np.where(streams.masked, 0, streams.pages), num_streams)
     unmasked = full_pages.astype(np.int64) // slots
-    first_masked = np.repeat(stream_ptr[:-1] + unmasked, np.diff(stream_ptr))
-    masked = pages[:num_blocks][np.arange(num_blocks) >= first_masked]
+    # With T > 1 tokens of a block differ in who sees them whatever their readers.
+    masked = num_blocks - int(unmasked.sum())
+    by_row = blocks_alike(streams, forest.length, slots=slots, slot_tokens=slot_tokens) if query_tokens == 1 else 0
     again = int(stream_pages.sum() - (-(-most[forest.row_hi > forest.row_lo] // slot_tokens)).sum())  # read before
     work = Work(
         stream_ptr=stream_ptr,
@@ -262,7 +263,7 @@ def make_plan(
         block_tokens=slots * slot_tokens,
         num_kv_heads=num_kv_heads,
         num_ctas=tiling.num_ctas,
-        by_token=share_masked_by_token(masked, forest.length, slot_tokens) if query_tokens == 1 else 1.0,
+        by_token=min((num_blocks - by_row) / masked, 1.0) if masked else 1.0,
     )
     estimate = work.estimate(model)
     cut = divide(work, estimate, policy)

@@ -160,13 +160,22 @@ def blocks_of_streams(
     return blocks
 
 
-def share_masked_by_token(
-    blocks: Int[np.ndarray, "blocks slots 4"], length: Int[np.ndarray, " nodes"], slot_tokens: int
-) -> float:
-    """Return the share of masked blocks in which tokens differ in their readers; the kernels mask others by row."""
-    page = Page(*np.moveaxis(blocks, -1, 0))
-    alike = (page.readers == page.readers[:, :1]) & (length[page.node] - page.token >= slot_tokens)
-    return 1.0 - float(alike.all(axis=1).mean()) if len(blocks) else 1.0
+def blocks_alike(streams: Streams, length: Int[np.ndarray, " nodes"], *, slots: int, slot_tokens: int) -> int:
+    """Count the blocks all of whose tokens are there and have the same readers, so that no mask by token is needed."""
+    stream, first, pages, lo, hi = streams.stream, streams.first, streams.pages, streams.lo, streams.hi
+    if not len(stream):
+        return 0
+    full = np.clip(length[streams.node] // slot_tokens - first, 0, pages)
+    begin = np.cumsum(pages) - pages
+    opens = np.flatnonzero(stream[1:] != stream[:-1]) + 1  # a stream, at a block of its own
+    skipped = np.zeros_like(begin)
+    skipped[opens] = begin[opens]
+    begin -= np.maximum.accumulate(skipped)  # within the stream
+    breaks = (lo[1:] != lo[:-1]) | (hi[1:] != hi[:-1]) | (full[:-1] != pages[:-1])
+    breaks[opens - 1] = True
+    last = np.append(np.flatnonzero(breaks), len(stream) - 1)
+    head = np.append(0, last[:-1] + 1)
+    return int(np.maximum((begin + full)[last] // slots - -(-begin[head] // slots), 0).sum())
 
 
 def _streams_of_nodes(
