@@ -129,7 +129,10 @@ def crossover(rows: list[dict]) -> str:
 
 
 def decoding(rows: list[dict]) -> str:
-    """Show the time of a decode step in milliseconds: a line for each case, a column for each way of attention."""
+    """Show the time of a decode step in milliseconds: a line for each case, a column for each way of attention.
+
+    Beside it stands what the kernels of the step with sharing do.
+    """
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     cases: dict[tuple[str, int, int], dict[str, dict]] = {}
     for row in rows:
@@ -139,10 +142,16 @@ def decoding(rows: list[dict]) -> str:
             f"{model}, {requests} requests over {document} tokens",
             *(number(milliseconds(of_case.get(variant, {}).get("wall_us")), 3) for variant in variants),
             number(milliseconds(next(iter(of_case.values())).get("floor_us")), 3),
+            *(number(milliseconds(of_case.get("shared", {}).get(f"{part}_us")), 3) for part in STEP_PARTS),
         ]
         for (model, requests, document), of_case in cases.items()
     ]
-    return markdown(["decode step, ms", *variants, "weights and unique KV read once"], lines)
+    parts = [f"shared: {said}" for said in STEP_PARTS.values()]
+    return markdown(["decode step, ms", *variants, "weights and unique KV read once", *parts], lines)
+
+
+#: Fields of a step's kernels, and the columns' heads.
+STEP_PARTS = {"attention": "attention", "products": "products with weights", "other": "other kernels"}
 
 
 def milliseconds(us: float | None) -> float | None:

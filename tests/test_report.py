@@ -126,8 +126,11 @@ def test_the_crossover_has_a_table_for_each_group_and_counts_what_is_behind():
 
 def test_decode_steps_stand_beside_each_other_in_milliseconds():
     case = {"model": "qwen3-4b", "requests": 16, "document_tokens": 100, "floor_us": 1500.0}
-    rows = [case | {"variant": "shared", "wall_us": 2000.0}, case | {"variant": "cudnn", "wall_us": None}]
-    assert tables.decoding(rows).split("\n")[2:] == ["| qwen3-4b, 16 requests over 100 tokens | 2.000 | – | 1.500 |"]
+    shared = case | {"variant": "shared", "wall_us": 2000.0, "attention_us": 900.0, "products_us": 700.0}
+    rows = [shared, case | {"variant": "cudnn", "wall_us": None, "attention_us": 5.0}]
+    assert tables.decoding(rows).split("\n")[2:] == [
+        "| qwen3-4b, 16 requests over 100 tokens | 2.000 | – | 1.500 | 0.900 | 0.700 | – |"
+    ]
 
 
 def test_ablation_has_a_table_for_each_part_and_the_error_of_predictions():
