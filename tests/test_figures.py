@@ -92,7 +92,7 @@ def write_trees(path: Path, *trees: object) -> Path:
 def test_recorded_trees_are_spaced_from_the_smallest_to_the_largest(tmp_path):
     trees = [{"parent": [-1, 0], "length": [size, 1], "leaf": [1, 0]} for size in range(100, 0, -1)]
     cases = recorded_trees(write_trees(tmp_path / "trees.json", *trees))
-    assert len(cases) == 12
+    assert len(cases) == 24
     places = [case.x for case in cases]
     assert (places[0], places[-1]) == (2, 101)
     assert places == sorted(places)
