@@ -178,7 +178,8 @@ def planned_call(
         policy=variant.policy,
     )
     on_device = jax.device_put((*arrays, forest, plan))
-    attend = compiled(jax.jit(partial(forest_attention, implementation=implementation)), *on_device)
+    attend = jax.jit(partial(forest_attention, implementation=implementation))
+    attend = compiled(attend, *on_device, tuned=implementation == "xla")
     return lambda: attend(*on_device), plan, count_pass(forest, plan).kv_tokens_read
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from benchmarks.peers import Peers
 from benchmarks.rows import attempt, finish
 from benchmarks.workloads import flat, shared_root
 
-PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 16, 64), (1, 4, 8), (256, 2048)
-QUICK_PREFIXES, QUICK_BATCHES = (0, 2048, 32_768), (1, 8, 64)
+PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 8, 16, 32, 64), (1, 4, 8), (256, 2048)
+QUICK_PREFIXES, QUICK_BATCHES, QUICK_OWN = (0, 2048, 32_768), (1, 8, 64), (256,)
 PLAIN = ("unshared_us", "cudnn_us", "flashinfer_decode_us")
 MOST_BEHIND = 1.03  # of the time of plain decode
 
@@ -37,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="measure, and write the rows here")
     parser.add_argument("--group", type=int, nargs="+", default=list(GROUPS), help="q heads per kv head, of 32 q heads")
-    parser.add_argument("--own", type=int, nargs="+", default=list(OWN), help="tokens of each request's own")
+    parser.add_argument("--own", type=int, nargs="+", help="tokens of each request's own")
     parser.add_argument("--quick", action="store_true", help="a coarse grid")
     parser.add_argument("--peers", action="store_true", help="FlashInfer decode too")
     parser.add_argument("--repeats", type=int, default=15)
@@ -55,7 +56,7 @@ def main() -> None:
     require_gpu(parser)
     peers = Peers(["flashinfer_decode"]) if arguments.peers else None
     packages = ["torch", "flashinfer-python"] * arguments.peers
-    cases = grid(arguments.group, arguments.own, arguments.quick)
+    cases = grid(arguments.group, arguments.own or (QUICK_OWN if arguments.quick else OWN), arguments.quick)
     rows = collect(cases, partial(measure, repeats=arguments.repeats, peers=peers), arguments.json, *packages)
     if peers:
         peers.close()
@@ -65,7 +66,7 @@ def main() -> None:
         draw(rows, arguments.plot)
 
 
-def grid(groups: list[int], owns: list[int], quick: bool) -> list[Case]:
+def grid(groups: Sequence[int], owns: Sequence[int], quick: bool) -> list[Case]:
     """Return the cells: a prefix that all requests of a batch share, and tokens of their own."""
     prefixes, batches = (QUICK_PREFIXES, QUICK_BATCHES) if quick else (PREFIXES, BATCHES)
     return [

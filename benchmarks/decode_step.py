@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from benchmarks.inputs import padded_slots
-from benchmarks.turns import GPU
+from benchmarks.turns import compiled
 from codec_jax import Forest, KVPages, PagePool, Plan, make_plan
 from codec_jax.nnx import Decoder, DecoderConfig
 from codec_jax.nnx.steps import decode_loop
@@ -103,9 +103,8 @@ class Step:
         )
         start = time.perf_counter()
         other = patch("codec_jax.nnx.decoder.forest_attention", attention) if attention else nullcontext()
-        with GPU.given(), other:
-            lowered = loop.lower(*self._arguments())
-        self._loop = lowered.compile()  # which times products on the GPU
+        with other:
+            self._loop = compiled(loop, *self._arguments(), tuned=True)
         self.compile_seconds = time.perf_counter() - start
 
     def __call__(self, tokens: int = STEPS, temperature: float = 0.0, top_p: float = 1.0) -> Float[Array, "B V"]:

@@ -65,7 +65,8 @@ def make_inputs(workload: Workload, layout: Layout) -> Inputs:
     pages = (int(forest.used_pages.max()) + 1, layout.page_size, layout.num_kv_heads, layout.head_dim)
     query = (len(workload.leaf), 1, layout.num_q_heads, layout.head_dim)
     keys = jax.random.split(jax.random.key(0), 3)
-    return Inputs(forest, *(_normal(*each) for each in zip(keys[::-1], (query, pages, pages), strict=True)))
+    key, value = (_normal(k, pages) for k in keys[:2])
+    return Inputs(forest, _normal(keys[2], query), key, value)
 
 
 def _normal(key: Array, shape: tuple[int, ...]) -> Array:
@@ -85,7 +86,8 @@ def attention_call(inputs: Inputs, layout: Layout, implementation: str | None) -
     kv_bytes = count_pass(inputs.forest, plan).kv_tokens_read * layout.kv_token_bytes
     forest, *arrays = inputs
     on_device = jax.device_put((*arrays, forest, plan))
-    attend = compiled(jax.jit(lambda *args: forest_attention(*args, implementation=implementation)), *on_device)
+    attend = jax.jit(lambda *args: forest_attention(*args, implementation=implementation))
+    attend = compiled(attend, *on_device, tuned=implementation == "xla")
     return lambda: attend(*on_device), kv_bytes
 
 

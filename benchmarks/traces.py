@@ -14,7 +14,7 @@ from codec_jax.prefixes import shared_runs
 
 MOST_TREES = 24  # of a file are measured, from the smallest to the largest
 BLOCK_TOKENS = 512  # of a Mooncake trace
-BATCHES, BATCHES_OF_A_SIZE = (16, 32, 64), 2
+BATCHES, BATCHES_OF_A_SIZE = (16, 32, 64), 4
 
 
 def recorded_trees(path: Path) -> list[Case]:

@@ -62,8 +62,13 @@ def _lock_file() -> Path:
 GPU = Turns(_lock_file())
 
 
-def compiled(call: Callable, *arguments: object) -> jax.stages.Compiled:
-    """Compile a jitted call for these arguments while others have the GPU."""
+def compiled(call: Callable, *arguments: object, tuned: bool = False) -> jax.stages.Compiled:
+    """Compile a jitted call for these arguments while others have the GPU.
+
+    `tuned` lets XLA choose its kernels by timing them, for which it needs the GPU: others have it while tracing only.
+    """
     with GPU.given():
-        # Autotuning would run kernels beside those that others measure. Ours and cuDNN's have nothing to tune.
-        return call.lower(*arguments).compile({"xla_gpu_autotune_level": 0})
+        lowered = call.lower(*arguments)
+        if not tuned:
+            return lowered.compile({"xla_gpu_autotune_level": 0})
+    return lowered.compile()

@@ -84,7 +84,7 @@ def test_the_grid_goes_from_no_sharing_to_much_in_every_group(quick):
         nodes = [case.x] * bool(case.x) + [own] * len(case.workload.leaf)
         assert case.workload.length == nodes
     assert {case.x for case in cases} >= {0, 2048, 32_768}
-    assert {len(case.workload.leaf) for case in cases} >= {1, 64}
+    assert {len(case.workload.leaf) for case in cases} >= {1, 8, 64}
 
 
 def test_plain_decode_is_the_fastest_of_what_was_measured():

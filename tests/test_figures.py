@@ -193,7 +193,7 @@ def test_batches_of_a_trace_are_neighbours_and_sorting_by_prefix_shares_more(tmp
     # Request i belongs to conversation i % 10 and has two blocks of it, and one of its own.
     path.write_text("\n".join(request(1500, [i % 10, 10 + i % 10, 100 + i]) for i in range(100)))
     cases = {case.workload.name: case.workload for case in arrivals(path)}
-    assert len(cases) == 12
+    assert len(cases) == 24
     assert [len(cases[f"as they arrive, 0 to {size - 1}"].leaf) for size in (16, 32, 64)] == [16, 32, 64]
     own = 1500 - 2 * BLOCK_TOKENS
     assert sum(cases["as they arrive, 84 to 99"].length) == 10 * 2 * BLOCK_TOKENS + 16 * own

@@ -1,5 +1,6 @@
 """Commands that measure on one GPU at the same time take turns."""
 
+import fcntl
 import threading
 
 import pytest
@@ -50,7 +51,5 @@ def test_giving_away_what_is_not_taken_does_nothing_and_a_failure_frees_the_gpu(
 
 def _try(turns: Turns) -> None:
     """Take the lock if it is free, or raise BlockingIOError."""
-    import fcntl
-
     with turns._path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
