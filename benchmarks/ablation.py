@@ -14,10 +14,10 @@ no time and says why.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,15 +25,13 @@ import jax
 from jaxtyping import Array
 from tqdm import tqdm
 
-from benchmarks.attention import bounds
-from benchmarks.inputs import Inputs, Layout, check, make_inputs, reference
-from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
+from benchmarks.attention import RESUME, bounds
+from benchmarks.inputs import Inputs, Layout, check, make_inputs, planned_call, reference, with_room
+from benchmarks.rows import attempt, conditions, draft_of, find, measured_before, publish, write_draft
 from benchmarks.timing import kernel_time
 from benchmarks.traces import recorded_trees
-from benchmarks.turns import GPU, compiled
+from benchmarks.turns import GPU
 from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root
-from codec_jax import Plan, make_plan
-from codec_jax.attention import forest_attention
 from codec_jax.division import Policy
 from codec_jax.schedule import call_us, loads
 from codec_jax.traffic import count_pass
@@ -80,12 +78,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--trees", type=Path, help="recorded trees, for `predicted`")
+    parser.add_argument("--resume", action="store_true", help=RESUME)
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
     trees = [case.workload for case in recorded_trees(arguments.trees)] if arguments.trees else []
     cases = [case for part in arguments.part for case in cases_of(part, trees)]
-    rows = collect(cases, Layout(), arguments.json)
+    rows = collect(cases, Layout(), arguments.json, measured_before(arguments.json, arguments.resume))
     print(summary(rows))
     failed = [f"{row['name']}, {row['variant']}" for row in rows if row["kernel_us"] is None]
     if failed:
@@ -108,46 +107,50 @@ def cases_of(part: str, trees: list[Workload]) -> list[Case]:
     return [Case(part, workload, [DEFAULT]) for workload in [*PAPER, *trees]]
 
 
-def collect(cases: list[Case], layout: Layout, path: Path) -> list[dict]:
-    """Measure one case after another, keeping the draft of `path` up to date; what fails does not end it."""
+def collect(cases: list[Case], layout: Layout, path: Path, before: list[dict]) -> list[dict]:
+    """Measure one case after another, keeping the draft of `path` up to date; what fails does not end it.
+
+    What is among the rows measured `before` stays as it is.
+    """
     rows: list[dict] = []
     common = conditions(layout)
     with tqdm(total=sum(len(case.variants) for case in cases), unit="plan") as bar:
         for case in cases:
             with GPU.taken():
-                for row in measure(case, layout):
-                    rows.append(row | common)
+                for row in measure(case, layout, common, before):
+                    rows.append(row)
                     write_draft(rows, path)
                     bar.update()
                     tqdm.write(line(row))
     return rows
 
 
-def measure(case: Case, layout: Layout) -> Iterator[dict]:
-    """Draw inputs once, then check and time every variant."""
+def measure(case: Case, layout: Layout, common: dict, before: list[dict]) -> Iterator[dict]:
+    """Draw inputs once, then check and time every variant that was not measured before."""
     workload = case.workload
-    names = [{"part": case.part, "name": workload.name, "variant": variant.name} for variant in case.variants]
-    prepared: list[tuple[Inputs, Array]] = []
 
-    def prepare() -> dict:
+    @functools.cache
+    def prepare() -> tuple[Inputs, Array, dict]:
         inputs = make_inputs(workload, layout)
-        prepared.append((inputs, reference(inputs)))
-        return bounds(workload, inputs, layout)
+        return inputs, reference(inputs), bounds(workload, inputs, layout)
 
-    limits = attempt(prepare, "kernel_us", "error")
-    for name, variant in zip(names, case.variants, strict=True):
-        if not prepared:
-            yield name | limits
-            continue
-        inputs, expected = prepared[0]
-        yield limits | name | attempt(partial(measure_variant, variant, inputs, layout, expected), "kernel_us", "error")
+    def measured(variant: Variant) -> dict:
+        inputs, expected, limits = prepare()
+        return limits | measure_variant(variant, inputs, layout, expected)
+
+    for variant in case.variants:
+        known = {"part": case.part, "name": workload.name, "variant": variant.name} | common
+        row = find(before, known)
+        yield row if row is not None else known | attempt(functools.partial(measured, variant), "kernel_us", "error")
 
 
 def measure_variant(
     variant: Variant, inputs: Inputs, layout: Layout, expected: Array, implementation: str = "mosaic"
 ) -> dict:
     """Check and time one plan, and say what its cost model expects of it."""
-    call, plan, kv_tokens = planned_call(variant, inputs, layout, implementation)
+    if not variant.shared:
+        inputs = inputs._replace(forest=with_room(inputs.forest.unshared()))
+    call, plan = planned_call(inputs, layout, implementation, variant.policy)
     error = check(call(), expected)
     kernel_us, launches = kernel_time(call, REPEATS)
     load = loads(plan)
@@ -158,29 +161,10 @@ def measure_variant(
         "makespan_over_mean": float(load.max() / load.mean()),
         "segments": int(plan.cta_ptr[-1]),
         "partials": int(plan.merge_ptr[-1]),
-        "kv_bytes": kv_tokens * layout.kv_token_bytes,
+        "kv_bytes": count_pass(inputs.forest, plan).kv_tokens_read * layout.kv_token_bytes,
         "relative_error": error,
         "costs": f"{plan.cost_model.device} {plan.cost_model.date}".strip(),
     }
-
-
-def planned_call(
-    variant: Variant, inputs: Inputs, layout: Layout, implementation: str
-) -> tuple[Callable[[], Array], Plan, int]:
-    """Plan and put everything on the device; returns the call, its plan and the KV tokens that it reads."""
-    forest, *arrays = inputs
-    forest = forest if variant.shared else forest.unshared()
-    plan = make_plan(
-        forest,
-        num_q_heads=layout.num_q_heads,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        policy=variant.policy,
-    )
-    on_device = jax.device_put((*arrays, forest, plan))
-    attend = jax.jit(partial(forest_attention, implementation=implementation))
-    attend = compiled(attend, *on_device, tuned=implementation == "xla")
-    return lambda: attend(*on_device), plan, count_pass(forest, plan).kv_tokens_read
 
 
 def line(row: dict) -> str:

@@ -17,19 +17,19 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from benchmarks.counters import read_counters
 from benchmarks.inputs import Case, Inputs, Layout, attention_call, check, make_inputs, padded_slots, reference
 from benchmarks.peers import PEERS, Peers
-from benchmarks.rows import attempt, conditions, finish, write_draft
+from benchmarks.rows import attempt, conditions, find, finish, measured_before, write_draft
 from benchmarks.timing import kernel_runs, kernel_time, wall_time
-from benchmarks.turns import GPU, compiled
+from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
 
+RESUME = "keep what an interrupted run of the same command has measured"
 READ_BYTES_PER_US, FLOPS_PER_US = 4.52e6, 700e6
 MOST_DENSE_BYTES = 60e9  # what the unshared copies of K and V may take
 LARGE_BYTES, SMALL_BYTES = 100e6, 32e6  # forests on which fixed costs should not show, and those on which only they do
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peers", action="store_true", help="FlashInfer too; it compiles kernels for minutes at first")
     parser.add_argument("--counters", action="store_true", help="bytes by hardware counters too; needs ncu")
+    parser.add_argument("--resume", action="store_true", help=RESUME)
 
 
 def require_gpu(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,8 @@ def run(cases: Sequence[Case], arguments: argparse.Namespace) -> list[dict]:
     """
     peers = Peers() if arguments.peers else None
     packages = ["torch", "flashinfer-python"] * arguments.peers
-    rows = collect(cases, partial(measure, arguments=arguments, peers=peers), arguments.json, *packages)
+    before = measured_before(arguments.json, arguments.resume)
+    rows = collect(cases, partial(measure, arguments=arguments, peers=peers), arguments.json, before, *packages)
     if peers:
         peers.close()
     print(summary(rows))
@@ -83,14 +85,22 @@ def run(cases: Sequence[Case], arguments: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def collect(cases: Iterable[Case], measure: Callable[[Case], dict], path: Path, *packages: str) -> list[dict]:
-    """Measure one case after another, keeping the draft of `path` up to date; one that fails does not end it."""
+def collect(
+    cases: Iterable[Case], measure: Callable[[Case], dict], path: Path, before: list[dict], *packages: str
+) -> list[dict]:
+    """Measure one case after another, keeping the draft of `path` up to date; one that fails does not end it.
+
+    What is among the rows measured `before` stays as it is.
+    """
     rows: list[dict] = []
     for case in tqdm(cases):
-        with GPU.taken():
-            row = {"name": case.workload.name} | attempt(partial(measure, case), "kernel_us", "error")
         place = {"series": case.series, "x": case.x} if case.series else {}
-        rows.append(row | place | conditions(case.layout, *packages))
+        known = {"name": case.workload.name} | place | conditions(case.layout, *packages)
+        row = find(before, known)
+        if row is None:
+            with GPU.taken():
+                row = known | attempt(partial(measure, case), "kernel_us", "error")
+        rows.append(row)
         write_draft(rows, path)
         tqdm.write(line(row))
     return rows
@@ -154,18 +164,25 @@ def measure_cudnn(inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B
     size = len(query) * int(forest.request_length.max()) * layout.kv_token_bytes
     if size > MOST_DENSE_BYTES:
         raise ValueError(f"expected at most {MOST_DENSE_BYTES / 1e9:.0f} GB of unshared KV, got {size / 1e9:.0f} GB")
-    slots, lengths = padded_slots(forest), jnp.asarray(forest.request_length)
-    dense = [x.reshape(-1, *x.shape[2:])[slots] for x in (key, value)]
-    attend = jax.jit(
-        lambda q, k, v, n: jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=n, implementation="cudnn")
-    )
-    arguments = query, *dense, lengths
-    attend = compiled(attend, *arguments)
+    slots, lengths = jax.device_put((padded_slots(forest), forest.request_length))
+    gather = compiled_once(_gather, key, slots)
+    arguments = query, gather(key, slots), gather(value, slots), lengths
+    attend = compiled_once(_attend_with_cudnn, *arguments)
     error = check(attend(*arguments), expected)
     return {
         "cudnn_us": kernel_time(lambda: attend(*arguments), repeats)[0],
         "cudnn_relative_error": error,
     }
+
+
+@jax.jit
+def _gather(pages: Array, slots: Array) -> Array:
+    return pages.reshape(-1, *pages.shape[2:])[slots]
+
+
+@jax.jit
+def _attend_with_cudnn(query: Array, key: Array, value: Array, lengths: Array) -> Array:
+    return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths, implementation="cudnn")
 
 
 def line(row: dict) -> str:

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from benchmarks.attention import bounds, collect, measure_cudnn, measure_ours, require_gpu
-from benchmarks.inputs import Case, Inputs, Layout, make_inputs, reference
+from benchmarks.attention import RESUME, bounds, collect, measure_cudnn, measure_ours, require_gpu
+from benchmarks.inputs import Case, Inputs, Layout, make_inputs, reference, with_room
 from benchmarks.peers import Peers
-from benchmarks.rows import attempt, finish
+from benchmarks.rows import attempt, finish, measured_before
 from benchmarks.workloads import flat, shared_root
 
 PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 8, 16, 32, 64), (1, 4, 8), (256, 2048)
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a coarse grid")
     parser.add_argument("--peers", action="store_true", help="FlashInfer decode too")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--resume", action="store_true", help=RESUME)
     parser.add_argument("--draw", type=Path, nargs="+", help="draw these results instead of measuring")
     parser.add_argument("--plot", type=Path, help="an SVG file")
     arguments = parser.parse_args()
@@ -57,7 +58,9 @@ def main() -> None:
     peers = Peers(["flashinfer_decode"]) if arguments.peers else None
     packages = ["torch", "flashinfer-python"] * arguments.peers
     cases = grid(arguments.group, arguments.own or (QUICK_OWN if arguments.quick else OWN), arguments.quick)
-    rows = collect(cases, partial(measure, repeats=arguments.repeats, peers=peers), arguments.json, *packages)
+    before = measured_before(arguments.json, arguments.resume)
+    measure_one = partial(measure, repeats=arguments.repeats, peers=peers)
+    rows = collect(cases, measure_one, arguments.json, before, *packages)
     if peers:
         peers.close()
     print(summary(rows))
@@ -95,7 +98,7 @@ def measure(case: Case, repeats: int, peers: Peers | None) -> dict:
 
 def measure_unshared(inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
     """Check and time our kernels on the same pages, read by every request for itself."""
-    row = measure_ours(inputs._replace(forest=inputs.forest.unshared()), layout, expected, "mosaic", repeats)
+    row = measure_ours(inputs._replace(forest=with_room(inputs.forest.unshared())), layout, expected, "mosaic", repeats)
     return {"unshared_us": row["kernel_us"], "unshared_relative_error": row["relative_error"]}
 
 

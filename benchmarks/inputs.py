@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,14 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from benchmarks.turns import compiled
+from benchmarks.turns import compiled_once, forget_compiled
 from benchmarks.workloads import Workload
-from codec_jax import Forest, make_plan
+from codec_jax import Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
+from codec_jax.division import Policy
 from codec_jax.traffic import count_pass
 
 #: Rounding the output and the probabilities to bfloat16 costs 0.002; dropping 16 of 120,000 tokens would cost 0.01.
 MOST_RELATIVE_ERROR = 5e-3
+
+#: Arrays have room for at least this much, and twice that and so on: forests of about one size share their programs.
+LEAST_NODES, LEAST_PAGES, LEAST_ENTRIES, LEAST_BLOCKS, LEAST_CONTEXT = 256, 1024, 1 << 18, 1 << 14, 1024
 
 
 class Layout(NamedTuple):
@@ -55,14 +59,9 @@ class Inputs(NamedTuple):
 
 def make_inputs(workload: Workload, layout: Layout) -> Inputs:
     """Draw bfloat16 inputs; the same ones whenever and in whichever process they are drawn."""
-    forest = Forest.from_nodes(
-        workload.parent,
-        workload.length,
-        workload.leaf,
-        page_size=layout.page_size,
-        node_capacity=len(workload.parent),
-    )
-    pages = (int(forest.used_pages.max()) + 1, layout.page_size, layout.num_kv_heads, layout.head_dim)
+    forest = with_room(Forest.from_nodes(workload.parent, workload.length, workload.leaf, page_size=layout.page_size))
+    num_pages = room(int(forest.used_pages.max()) + 1, LEAST_PAGES)
+    pages = (num_pages, layout.page_size, layout.num_kv_heads, layout.head_dim)
     query = (len(workload.leaf), 1, layout.num_q_heads, layout.head_dim)
     keys = jax.random.split(jax.random.key(0), 3)
     key, value = (_normal(k, pages) for k in keys[:2])
@@ -71,24 +70,61 @@ def make_inputs(workload: Workload, layout: Layout) -> Inputs:
 
 def _normal(key: Array, shape: tuple[int, ...]) -> Array:
     """Draw an array by itself: random bits take several times its memory."""
-    draw = jax.jit(partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))
-    return compiled(draw, key)(key)
+    return compiled_once(_draw(shape), key)(key)
+
+
+@functools.cache
+def _draw(shape: tuple[int, ...]) -> Callable[[Array], Array]:
+    return jax.jit(functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))
+
+
+def room(size: int, least: int) -> int:
+    """Return the smallest of `least` and its doubles that holds `size`."""
+    while least < size:
+        least *= 2
+    return least
+
+
+def with_room(forest: Forest) -> Forest:
+    """Pad a forest's nodes and page entries as a server does that lets it grow."""
+    nodes, entries = room(len(forest.parent), LEAST_NODES), room(len(forest.pages), LEAST_ENTRIES)
+    return forest.rebuild(node_capacity=nodes, entry_capacity=entries)
+
+
+@functools.cache
+def attend_with(implementation: str | None) -> Callable[..., Array]:
+    """Return the jitted forest_attention of an implementation."""
+    return jax.jit(functools.partial(forest_attention, implementation=implementation))
+
+
+def forget_programs() -> None:
+    """Trace and compile anew from here on, since the kernels' sizes have changed."""
+    attend_with.cache_clear()
+    forget_compiled()
 
 
 def attention_call(inputs: Inputs, layout: Layout, implementation: str | None) -> tuple[Callable[[], Array], int]:
     """Plan and put everything on the device; return forest_attention's call and the bytes of KV that its plan reads."""
+    call, plan = planned_call(inputs, layout, implementation)
+    return call, count_pass(inputs.forest, plan).kv_tokens_read * layout.kv_token_bytes
+
+
+def planned_call(
+    inputs: Inputs, layout: Layout, implementation: str | None, policy: Policy = "aligned"
+) -> tuple[Callable[[], Array], Plan]:
+    """Plan and put everything on the device; return forest_attention's call and its plan."""
     plan = make_plan(
         inputs.forest,
         num_q_heads=layout.num_q_heads,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
+        block_capacity=LEAST_BLOCKS,
+        policy=policy,
     )
-    kv_bytes = count_pass(inputs.forest, plan).kv_tokens_read * layout.kv_token_bytes
     forest, *arrays = inputs
     on_device = jax.device_put((*arrays, forest, plan))
-    attend = jax.jit(lambda *args: forest_attention(*args, implementation=implementation))
-    attend = compiled(attend, *on_device, tuned=implementation == "xla")
-    return lambda: attend(*on_device), kv_bytes
+    attend = compiled_once(attend_with(implementation), *on_device, tuned=implementation == "xla")
+    return lambda: attend(*on_device), plan
 
 
 def padded_slots(forest: Forest) -> np.ndarray:
@@ -103,22 +139,24 @@ def padded_slots(forest: Forest) -> np.ndarray:
 
 def reference(inputs: Inputs) -> Float[np.ndarray, "B N H"]:
     """Attend in float32, each request by itself over a copy of its own context."""
-
-    @jax.jit
-    def attend(query: Array, key: Array, value: Array, slots: Array, length: Array) -> Array:
-        def one(request: tuple[Array, Array, Array]) -> Array:
-            query, slots, length = request
-            own = (x.reshape(-1, *x.shape[2:])[slots].astype(jnp.float32) for x in (key, value))
-            mask = (jnp.arange(len(slots)) < length)[None, None]
-            return jax.nn.dot_product_attention(query.astype(jnp.float32), *own, mask=mask)[0]
-
-        # One request at a time: float32 copies of all contexts may not fit.
-        with jax.default_matmul_precision("highest"):
-            return jax.lax.map(one, (query, slots, length))
-
     forest, query, key, value = inputs
-    arguments = query, key, value, padded_slots(forest), forest.request_length
-    return np.asarray(compiled(attend, *arguments)(*arguments))
+    slots = padded_slots(forest)
+    slots = np.pad(slots, ((0, 0), (0, room(slots.shape[1], LEAST_CONTEXT) - slots.shape[1])))
+    arguments = query, key, value, slots, forest.request_length
+    return np.asarray(compiled_once(_attend_in_float32, *arguments)(*arguments))
+
+
+@jax.jit
+def _attend_in_float32(query: Array, key: Array, value: Array, slots: Array, length: Array) -> Array:
+    def one(request: tuple[Array, Array, Array]) -> Array:
+        query, slots, length = request
+        own = (x.reshape(-1, *x.shape[2:])[slots].astype(jnp.float32) for x in (key, value))
+        mask = (jnp.arange(len(slots)) < length)[None, None]
+        return jax.nn.dot_product_attention(query.astype(jnp.float32), *own, mask=mask)[0]
+
+    # One request at a time: float32 copies of all contexts may not fit.
+    with jax.default_matmul_precision("highest"):
+        return jax.lax.map(one, (query, slots, length))
 
 
 def check(

@@ -59,6 +59,26 @@ def write_draft(rows: list[dict], path: Path) -> None:
     draft_of(path).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
+def measured_before(path: Path, resume: bool) -> list[dict]:
+    """Return the rows of an interrupted run that need not be measured again; none unless it is to be resumed.
+
+    Raises ValueError for a draft that is not one.
+    """
+    if not resume or not draft_of(path).exists():
+        return []
+    try:
+        rows = json.loads(draft_of(path).read_text())["rows"]
+        return [row for row in rows if "error" not in row]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{draft_of(path)}: expected rows of an interrupted run; remove it to begin anew") from None
+
+
+def find(rows: list[dict], fields: dict) -> dict | None:
+    """Return the first row that has these fields, whatever its date."""
+    wanted = [(name, value) for name, value in fields.items() if name != "date"]
+    return next((row for row in rows if all(row.get(name) == value for name, value in wanted)), None)
+
+
 def publish(path: Path) -> None:
     """Put the draft in the place of the last result."""
     draft_of(path).replace(path)

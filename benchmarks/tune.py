@@ -23,8 +23,9 @@ import jax
 from tqdm import tqdm
 
 from benchmarks.attention import bounds, measure_ours
-from benchmarks.inputs import Layout, make_inputs, reference
+from benchmarks.inputs import Layout, forget_programs, make_inputs, reference
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
+from benchmarks.turns import GPU
 from benchmarks.workloads import Workload, flat, k_ary, shared_root
 from pallas_kernels.config import LARGE, LARGE_TOKENS, SMALL, Config
 
@@ -64,7 +65,8 @@ def main() -> None:
     rows: list[dict] = []
     for head_dim, workload in product(arguments.head_dim, FORESTS[: QUICK if arguments.quick else None]):
         layout = Layout(head_dim=head_dim)
-        measure, common = prepare(workload, layout)
+        with GPU.taken():
+            measure, common = prepare(workload, layout)
         rows += [common | row | conditions(layout) for row in sweep(head_dim, measure)]
         write_draft(rows, arguments.json)
     tables = list(product(arguments.head_dim, TABLES))
@@ -100,9 +102,11 @@ def sweep(head_dim: int, measure: Measure) -> list[dict]:
     """Measure every config while planning and the kernels find it in either table; then put back what was there."""
     rows = []
     for config in tqdm(candidates(head_dim), desc=f"head size {head_dim}"):
-        with patch.dict(LARGE, {head_dim: config}), patch.dict(SMALL, {head_dim: config}):
+        with GPU.taken(), patch.dict(LARGE, {head_dim: config}), patch.dict(SMALL, {head_dim: config}):
+            forget_programs()
             fields = attempt(measure, "kernel_us", "error")
         rows.append({"block_tokens": config.block_tokens, "stages": config.stages} | fields)
+    forget_programs()
     return rows
 
 

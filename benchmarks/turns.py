@@ -8,6 +8,7 @@ goes when its process does.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+
+Signature = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 
 
 class Turns:
@@ -72,3 +75,22 @@ def compiled(call: Callable, *arguments: object, tuned: bool = False) -> jax.sta
         if not tuned:
             return lowered.compile({"xla_gpu_autotune_level": 0})
     return lowered.compile()
+
+
+def compiled_once(call: Callable, *arguments: object, tuned: bool = False) -> jax.stages.Compiled:
+    """Compile as `compiled` does, or return what was compiled for arguments of the same shapes.
+
+    For calls that live as long as the process.
+    """
+    leaves, tree = jax.tree.flatten(arguments)
+    return _compiled_for(call, (tree, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)), tuned)
+
+
+def forget_compiled() -> None:
+    """Compile anew from here on, since something that programs depend on besides their arguments has changed."""
+    _compiled_for.cache_clear()
+
+
+@functools.cache
+def _compiled_for(call: Callable, signature: Signature, tuned: bool) -> jax.stages.Compiled:
+    return compiled(call, *jax.tree.unflatten(*signature), tuned=tuned)

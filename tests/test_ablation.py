@@ -4,13 +4,11 @@ import json
 import sys
 
 import jax
-import numpy as np
 import pytest
 
 from benchmarks import ablation
-from benchmarks.inputs import Layout, make_inputs
+from benchmarks.inputs import Layout, make_inputs, reference
 from benchmarks.workloads import PAPER, Workload, k_ary
-from pallas_kernels.columns import Segment
 
 TREE = k_ary(2, 3, 100)._replace(name="binary")
 LAYOUT = Layout(4, 2, 16, 16)
@@ -71,10 +69,10 @@ def test_a_variant_that_fails_keeps_its_row_and_the_last_result(on_cpu, tmp_path
     monkeypatch.setattr(sys, "argv", ["ablation", "--json", str(path), "--part", "fixed"])
     planned = ablation.planned_call
 
-    def fail(variant, *args):
-        if variant.policy == 2:
+    def fail(inputs, layout, implementation, policy):
+        if policy == 2:
             raise ValueError("too many slices\nand more")
-        return planned(variant, *args)
+        return planned(inputs, layout, implementation, policy)
 
     monkeypatch.setattr(ablation, "planned_call", fail)
     with pytest.raises(SystemExit, match=r"failed: binary, 2 slices\. The rows are in .*rows.part"):
@@ -83,14 +81,24 @@ def test_a_variant_that_fails_keeps_its_row_and_the_last_result(on_cpu, tmp_path
     assert [row.get("error") for row in rows] == [None, "ValueError: too many slices", None]
     assert path.read_text() == "as it was"
 
+    # Resumed, it measures only what has failed.
+    asked: list = []
+    monkeypatch.setattr(ablation, "planned_call", lambda *args: asked.append(args[-1]) or planned(*args))
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume"])
+    ablation.main()
+    assert asked == [2]
+    resumed = json.loads(path.read_text())["rows"]
+    assert [row["variant"] for row in resumed] == [row["variant"] for row in rows]
+    assert (resumed[0], resumed[2]) == (rows[0], rows[2])
+
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_variants_differ_in_what_they_share_and_how_they_divide(shared):
+def test_variants_differ_in_what_they_share_and_how_they_divide(shared, on_cpu):
     inputs = make_inputs(Workload("w", [-1, 0, 0], [4096, 64, 64], [1, 2]), LAYOUT)
-    _, plan, kv_tokens = ablation.planned_call(ablation.Variant("v", policy=3, shared=shared), inputs, LAYOUT, "xla")
-    assert kv_tokens == (4096 + 128 if shared else 2 * (4096 + 64))
-    segments = Segment(*plan.segments[: plan.cta_ptr[-1]].T)
-    assert np.bincount(segments.head).tolist() == [3, 3]
+    variant = ablation.Variant("v", policy=3, shared=shared)
+    row = ablation.measure_variant(variant, inputs, LAYOUT, reference(inputs))
+    assert row["kv_bytes"] == LAYOUT.kv_token_bytes * (4096 + 128 if shared else 2 * (4096 + 64))
+    assert row["segments"] == 3 * LAYOUT.num_kv_heads
 
 
 def test_the_papers_sweeps_and_deep_trees_are_what_is_measured():

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import date
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,19 @@ import numpy as np
 import pytest
 from forests import ancestry
 
-from benchmarks import attention, counters, plot, timing
-from benchmarks.inputs import MOST_RELATIVE_ERROR, Case, Layout, attention_call, check, make_inputs, reference
+from benchmarks import attention, counters, plot, timing, turns
+from benchmarks import rows as rows_module
+from benchmarks.inputs import (
+    MOST_RELATIVE_ERROR,
+    Case,
+    Layout,
+    attention_call,
+    check,
+    make_inputs,
+    reference,
+    with_room,
+)
+from benchmarks.rows import measured_before
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload, degenerate, flat, k_ary, shared_root
 from codec_jax import Forest
 
@@ -191,6 +204,23 @@ def test_one_wrong_request_among_many_fails_the_check(wrong):
         check(out, expected)
 
 
+def test_forests_of_about_one_size_run_the_same_programs(monkeypatch):
+    programs, compiled = [], turns.compiled
+
+    def compile_(call: Callable, *arguments: object, tuned: bool) -> jax.stages.Compiled:
+        programs.append(call)
+        return compiled(call, *arguments, tuned=tuned)
+
+    turns._compiled_for.cache_clear()
+    monkeypatch.setattr(turns, "compiled", compile_)
+    for workload in (k_ary(2, 3, 40), degenerate(4, 21)):
+        inputs = make_inputs(workload, SMALL)
+        unshared = inputs._replace(forest=with_room(inputs.forest.unshared()))
+        for each in (inputs, unshared):
+            check(attention_call(each, SMALL, "xla")[0](), reference(inputs))
+    assert len(programs) == 4  # KV, queries, the reference, and attention
+
+
 def test_inputs_are_the_same_whenever_they_are_drawn(unequal):
     again = make_inputs(degenerate(4, 21), SMALL)
     assert all((a == b).all() for a, b in zip(unequal[1:], again[1:], strict=True))
@@ -233,7 +263,7 @@ def test_a_workload_that_fails_keeps_its_place_and_the_others(tmp_path):
     workloads = [k_ary(2, 2, 8), flat(1, 8), k_ary(2, 3, 8)]
     layouts = [Layout(), Layout(64, 4), Layout(page_size=64)]
     cases = [Case(workload, layout, "depths", 7) for workload, layout in zip(workloads, layouts, strict=True)]
-    rows = attention.collect(cases, measured, tmp_path / "out.json", "numpy")
+    rows = attention.collect(cases, measured, tmp_path / "out.json", [], "numpy")
     assert [row["name"] for row in rows] == [workload.name for workload in workloads]
     assert [row["kernel_us"] for row in rows] == [2.0, None, 2.0]
     assert rows[1]["error"] == "RuntimeError: out of luck"
@@ -252,9 +282,38 @@ def test_rows_outlive_the_run_and_the_last_result_stays(tmp_path):
     path = tmp_path / "out.json"
     path.write_text("the last result")
     with pytest.raises(KeyboardInterrupt):
-        attention.collect([Case(k_ary(2, 2, 8)), Case(flat(1, 8))], interrupted, path)
+        attention.collect([Case(k_ary(2, 2, 8)), Case(flat(1, 8))], interrupted, path, [])
     assert [row["kernel_us"] for row in json.loads((tmp_path / "out.part").read_text())["rows"]] == [2.0]
     assert path.read_text() == "the last result"
+
+
+def test_a_resumed_run_measures_what_is_missing_has_failed_or_was_measured_elsewhere(tmp_path, monkeypatch):
+    path, asked = tmp_path / "out.json", []
+
+    def measure(case: Case) -> dict:
+        asked.append(case)
+        return measured(case)
+
+    cases = [Case(k_ary(2, 2, 8)), Case(flat(1, 8)), Case(k_ary(2, 2, 8), Layout(page_size=64))]
+    rows = attention.collect(cases, measure, path, [])
+    assert measured_before(path, resume=False) == []
+    monkeypatch.setattr(rows_module, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: date(2026, 1, 2))))
+    more, asked = [*cases, Case(k_ary(2, 3, 8))], []
+    again = attention.collect(more, measure, path, measured_before(path, resume=True))
+    assert asked == [cases[1], more[3]]
+    assert again[::2] == rows[::2]
+    assert again[3]["date"] == "2026-01-02"
+    asked = []
+    elsewhere = [row | {"device": "another"} for row in measured_before(path, resume=True)]
+    attention.collect(more, measure, path, elsewhere)
+    assert asked == more
+
+
+@pytest.mark.parametrize("draft", ["", "[]", '{"rows": 3}'])
+def test_a_damaged_draft_is_not_resumed(tmp_path, draft):
+    (tmp_path / "out.part").write_text(draft)
+    with pytest.raises(ValueError, match=r"out\.part: expected rows of an interrupted run; remove it to begin anew"):
+        measured_before(tmp_path / "out.json", resume=True)
 
 
 def test_the_summary_is_of_geometric_means():

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import tune
-from benchmarks.inputs import Layout
+from benchmarks.inputs import Layout, attend_with
 from codec_jax import Forest, make_plan
 from pallas_kernels.config import LARGE_TOKENS, Config, config_for, config_of
 
@@ -62,13 +62,17 @@ def test_every_config_is_measured_while_planning_and_kernels_find_it():
         config = config_for(128, 0.0)
         assert config_for(128, 1e9) == config_of(128, config.block_tokens) == config
         assert config_for(64, 0.0) == before["SMALL"][64]
+        calls.append(attend_with("mosaic"))
         return {"kernel_us": 1.0}
 
     def interrupted() -> dict:
         raise KeyboardInterrupt
 
+    calls = [attend_with("mosaic")]
     before = {name: dict(table) for name, table in tune.TABLES.items()}
     rows = tune.sweep(128, found)
+    # No program is used twice, as its arguments do not tell for which sizes it was compiled.
+    assert len({*calls, attend_with("mosaic")}) == len(rows) + 2
     assert [row.get("error") for row in rows] == [None] * len(rows)
     assert [Config(row["block_tokens"], row["stages"]) for row in rows] == tune.candidates(128)
     with pytest.raises(KeyboardInterrupt):
