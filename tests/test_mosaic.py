@@ -317,18 +317,22 @@ def small_wide_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("heads", "query_tokens", "page_size"),
+    ("heads", "query_tokens", "page_size", "block_tokens"),
     [
-        (Heads(32, 8, 128), 1, 16),
-        (Heads(16, 1, 128), 1, 8),
-        (Heads(6, 3, 64), 33, 24),
-        (Heads(28, 4, 128), 5, 48),
-        (Heads(8, 4, 256), 16, 32),
+        (Heads(32, 8, 128), 1, 16, 128),
+        (Heads(32, 8, 128), 1, 16, 64),
+        (Heads(16, 1, 128), 1, 8, 128),
+        (Heads(6, 3, 64), 33, 24, 128),
+        (Heads(28, 4, 128), 5, 48, 128),
+        (Heads(28, 4, 128), 5, 48, 64),
+        (Heads(8, 4, 256), 16, 32, 64),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("small_wide_streams")
-def test_random_forests_equal_dense_attention(heads: Heads, query_tokens: int, page_size: int) -> None:
+def test_random_forests_equal_dense_attention(
+    heads: Heads, query_tokens: int, page_size: int, block_tokens: int
+) -> None:
     """On scattered pages, with free request slots, and with requests shorter than the query."""
     wide = 0
 
@@ -339,7 +343,7 @@ def test_random_forests_equal_dense_attention(heads: Heads, query_tokens: int, p
         forest = grown(tree, page_size, seed, request_capacity=10)
         if not forest.request_length.any():
             return
-        plan = plan_of(forest, heads, query_tokens=query_tokens)
+        plan = plan_of(forest, heads, query_tokens=query_tokens, block_tokens=block_tokens)
         wide += num_wide(plan)
         check(Arrays.random(forest, heads, jnp.bfloat16, seed, query_tokens), forest, plan)
 
@@ -596,8 +600,9 @@ def test_the_error_is_no_greater_than_that_of_cudnn(root: int, heads: Heads, dty
         of_cudnn = jax.nn.dot_product_attention(arrays.query[sample], *dense, implementation="cudnn")
     ours = attend_mosaic(*arrays, forest, plan)[sample]
     exact = np.stack([Exact.of(arrays, forest, request).out for request in sample])
-    our_error, error_of_cudnn = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (ours, of_cudnn))
-    assert our_error <= 1.1 * error_of_cudnn
+    # Of the mean, since the greatest of many rounding errors depends on the order of sums by more than 10%.
+    our_error, error_of_cudnn = (np.sqrt(np.mean((np.asarray(x, np.float64) - exact) ** 2)) for x in (ours, of_cudnn))
+    assert our_error <= 1.05 * error_of_cudnn
 
 
 @pytest.mark.gpu
