@@ -15,8 +15,7 @@ from tempfile import TemporaryDirectory
 import jax
 
 from benchmarks.inputs import MOST_RELATIVE_ERROR, Case, Layout, attention_call, check, make_inputs, reference
-from benchmarks.peers import MOST_PEER_ERROR, PEERS, Tensors, start
-from benchmarks.turns import GPU
+from benchmarks.peers import MOST_PEER_ERROR, PEERS, Tensors
 from benchmarks.workloads import Workload
 
 METRICS = {
@@ -44,8 +43,7 @@ def read_counters(case: Case, caller: str) -> dict[str, int]:
         command += [sys.executable, "-m", "benchmarks.counters", str(file), caller]
         # The process that asks may hold most of the GPU's memory.
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        with GPU.given():  # to that process
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
         return total(run.stdout)
     except KeyError:
@@ -85,14 +83,11 @@ def main() -> None:
     """Call twice, the second time under the profiler."""
     file, caller = sys.argv[1:]
     fields = json.loads(Path(file).read_text())
+    call = prepare(Case(Workload(*fields["workload"]), Layout(*fields["layout"])), caller)
     driver = ctypes.CDLL("libcuda.so.1")
-    # Not in a turn: it takes long under ncu, which may have to wait for another one.
-    (start if caller in CONFIGURATIONS else jax.device_count)()
-    with GPU.taken():
-        call = prepare(Case(Workload(*fields["workload"]), Layout(*fields["layout"])), caller)
-        driver.cuProfilerStart()
-        call()
-        driver.cuProfilerStop()
+    driver.cuProfilerStart()
+    call()
+    driver.cuProfilerStop()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +22,10 @@ from benchmarks.counters import CONFIGURATIONS, METRICS, read_counters
 from benchmarks.inputs import Case
 from benchmarks.peers import share_the_device
 from benchmarks.rows import attempt, conditions, find, finish, measured_before, write_draft
+from benchmarks.turns import GPU
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload, degenerate, flat, k_ary, shared_ratio, shared_root
 
 L2_BYTES = 60 << 20  # of an H200, rounded up
-AT_ONCE = 4  # processes, which mostly compile: they take turns on the GPU
 
 #: A forest of each kind, for the peers.
 KINDS = [
@@ -57,13 +56,15 @@ def main() -> None:
     packages = ["torch", "flashinfer-python"] * arguments.peers
     before = measured_before(arguments.json, arguments.resume)
     rows: list[dict] = []
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        for row in tqdm(
-            threads.map(partial(count, peers=peers, packages=packages, before=before), cases), total=len(cases)
-        ):
-            rows.append(row)
-            write_draft(rows, arguments.json)
-            tqdm.write(line(row))
+    for case in tqdm(cases):
+        known = {"name": case.workload.name} | conditions(case.layout, *packages)
+        row = find(before, known)
+        if row is None:
+            with GPU.taken():  # for the process that counts
+                row = known | count(case, peers)
+        rows.append(row)
+        write_draft(rows, arguments.json)
+        tqdm.write(line(row))
     print(summary(rows))
     finish(rows, arguments.json)
 
@@ -74,20 +75,14 @@ def larger_than_the_cache(forests: list[Workload]) -> list[Case]:
     return [case for case in cases if sum(case.workload.length) * case.layout.kv_token_bytes > L2_BYTES]
 
 
-def count(case: Case, peers: list[str], packages: list[str], before: list[dict]) -> dict:
-    """Count our call and the peers' on one case, unless that was done before.
-
-    Returns a row with the reason where there is no count.
-    """
+def count(case: Case, peers: list[str]) -> dict:
+    """Count our call and the peers' on one case; returns a row with the reason where there is no count."""
     (name, parent, length, leaf), each = case.workload, case.layout.kv_token_bytes
     depth_tokens: list[int] = []  # from the root to the end of each node
     for above, tokens in zip(parent, length, strict=True):
         depth_tokens.append(tokens + (depth_tokens[above] if above >= 0 else 0))
-    known = {"name": name} | conditions(case.layout, *packages)
-    row = find(before, known)
-    if row is not None:
-        return row
-    row = known | {
+    row = {
+        "name": name,
         "requests": len(leaf),
         "unique_bytes": sum(length) * each,
         "unshared_bytes": sum(depth_tokens[end] for end in leaf) * each,

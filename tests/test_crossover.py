@@ -37,7 +37,7 @@ def counted(monkeypatch) -> list[dict]:
 
     monkeypatch.setattr(traffic, "read_counters", read)
     cases = [Case(shared_root(100, 2, 10)), Case(flat(1, 50))]
-    return [traffic.count(case, list(counters.CONFIGURATIONS), [], []) for case in cases]
+    return [traffic.count(case, list(counters.CONFIGURATIONS)) for case in cases]
 
 
 def test_counts_of_ours_and_the_peers_stand_beside_the_unique_bytes(counted):
