@@ -104,7 +104,8 @@ def _only_leaves_grew(planned: Forest, forest: Forest) -> bool:
     leaf = forest.leaf[forest.leaf >= 0]
     own[leaf] = forest.row_hi[leaf] - forest.row_lo[leaf] == 1
     added, grown = forest.page_count - planned.page_count, forest.length - planned.length
-    if (added < 0).any() or (grown < 0).any() or (((added > 0) | (grown > 0)) & ~own).any():
+    change = added | grown  # negative if one of them is, 0 if both are
+    if np.where(own, change < 0, change != 0).any():
         return False
     # Nodes lie one after another: without the added pages, the lists of pages are the same.
     entries, grows = forest.used_pages, np.flatnonzero(added)

@@ -213,7 +213,10 @@ def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:
     cta_ptr = np.asarray(plan.cta_ptr)
     segments = Segment(*np.asarray(plan.segments)[: cta_ptr[-1]].T)
     cost = plan.estimate.segments(segments.is_wide, segments.masked - segments.lo, segments.hi - segments.masked)
-    return np.diff(np.concatenate([[0], np.cumsum(cost)])[cta_ptr])
+    until = np.zeros(len(cost) + 1)
+    np.cumsum(cost, out=until[1:])
+    bounds = until[cta_ptr]
+    return bounds[1:] - bounds[:-1]
 
 
 def call_us(plan: Plan) -> float:
