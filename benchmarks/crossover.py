@@ -30,6 +30,7 @@ from benchmarks.workloads import flat, shared_root
 PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 8, 16, 32, 64), (1, 4, 8), (256, 2048)
 QUICK_PREFIXES, QUICK_BATCHES, QUICK_OWN = (0, 2048, 32_768), (1, 8, 64), (256,)
 PLAIN = ("unshared_us", "cudnn_us", "flashinfer_decode_us")
+PAGED = ("unshared_us", "flashinfer_decode_us")  # of which these read the pages where they are
 MOST_BEHIND = 1.03  # of the time of plain decode
 
 
@@ -102,9 +103,9 @@ def measure_unshared(inputs: Inputs, layout: Layout, expected: Float[np.ndarray,
     return {"unshared_us": row["kernel_us"], "unshared_relative_error": row["relative_error"]}
 
 
-def gain(row: dict) -> float | None:
+def gain(row: dict, fields: Sequence[str] = PLAIN) -> float | None:
     """Return the time of the fastest plain decode over ours; None unless both were measured."""
-    plain = [row[field] for field in PLAIN if row.get(field)]
+    plain = [row[field] for field in fields if row.get(field)]
     return min(plain) / row["kernel_us"] if plain and row.get("kernel_us") else None
 
 

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +60,11 @@ LAYOUTS = (
     "attention_shapes_h200",
     *(f"attention_{name}_h200" for name in ("32_32", "16_8", "64_8", "16_1", "head64", "head256")),
 )
+TUNED = tuple(f"tune_head{head_dim}_h200" for head_dim in (128, 64, 256))
 TIMED = ("attention_h200",), "benchmarks.attention --peers"
+
+#: Regions of more than one source.
+SUMMARIES = ("claims", "figures")
 
 SOURCES = {
     "probes": Source(*TIMED, _named(PROBES, tables.times)),
@@ -73,6 +78,7 @@ SOURCES = {
     ),
     "decoding": Source(DECODING, "benchmarks.decoding --documents 120000", tables.decoding),
     "planning": Source(("planning",), "benchmarks.planning", tables.planning),
+    "tuning": Source(TUNED, "benchmarks.tune --head-dim 128", tables.tuning),
     "ablation": Source(ABLATION, "benchmarks.ablation --part sharing fixed", tables.ablation),
 }
 
@@ -118,8 +124,10 @@ def region(name: str, folder: Path, results: Path) -> str:
     """Return what stands in a region. Raises ValueError for a name that nothing makes."""
     if name == "claims":
         return claims_table(partial(load, results=results))
+    if name == "figures":
+        return figures(folder, results)
     if name not in SOURCES:
-        raise ValueError(f"report: expected a region of {', '.join(['claims', *SOURCES])}, got {name}")
+        raise ValueError(f"report: expected a region of {', '.join([*SUMMARIES, *SOURCES])}, got {name}")
     source = SOURCES[name]
     rows = load(source.stems, results)
     if not rows:
@@ -131,6 +139,18 @@ def region(name: str, folder: Path, results: Path) -> str:
     files = [results / f"{stem}.json" for stem in source.stems]
     links = [f"[{file.name}]({link(file, folder)})" for file in files if file.exists()]
     return "\n\n".join([*parts, f"From {', '.join(links)}: {tables.measured_on(rows)}."])
+
+
+def figures(folder: Path, results: Path) -> str:
+    """Sum up the figures that were measured."""
+    rows_of = {
+        f"[{figure.title}]({link(results / f'{name}_h200.json', folder)})": rows
+        for name, figure in FIGURES.items()
+        if (rows := load((f"{name}_h200",), results))
+    }
+    if not rows_of:
+        return "Not measured yet."
+    return "\n\n".join([tables.figures(rows_of), f"On {tables.measured_on([*chain(*rows_of.values())])}."])
 
 
 def link(file: Path, folder: Path) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.crossover import MOST_BEHIND, gain
+from benchmarks.crossover import MOST_BEHIND, PAGED, PLAIN, gain
+from benchmarks.tune import by_config, score
 
 #: Field of a time, and the column's head.
 TIMES = {
@@ -68,6 +69,16 @@ def over_peers(rows: list[dict]) -> str:
     return f"Geometric means over {len(measured)} forests: {', '.join(parts)}."
 
 
+def figures(rows_of: dict[str, list[dict]]) -> str:
+    """Sum figures up, a line each: how many forests, and in geometric means how much longer each peer takes."""
+    lines = []
+    for title, rows in rows_of.items():
+        gains = [speedups(rows, field) for field in PEERS]
+        said = [f"{statistics.geometric_mean(x):.2f}x ({min(x):.2f}x to {max(x):.2f}x)" if x else "–" for x in gains]
+        lines.append([title, str(len([row for row in rows if row.get("kernel_us")])), *said])
+    return markdown(["figure", "forests", *PEERS.values()], lines)
+
+
 def speedups(rows: list[dict], field: str) -> list[float]:
     """Return another time over ours, for every row that has both."""
     return [row[field] / row["kernel_us"] for row in rows if row.get(field) and row.get("kernel_us")]
@@ -120,11 +131,17 @@ def crossover(rows: list[dict]) -> str:
         prefixes, batches = (sorted({cell[i] for cell in cells}) for i in (0, 1))
         lines = [[str(batch), *(number(cells.get((prefix, batch)), 2) for prefix in prefixes)] for batch in batches]
         tables.append(f"{series}:\n\n{markdown(['requests', *(f'{prefix} shared' for prefix in prefixes)], lines)}")
-    gains = [value for cells in maps.values() for value in cells.values() if value]
-    behind = sum(value * MOST_BEHIND < 1 for value in gains)
-    tables.append(
-        f"{behind} of {len(gains)} cells are more than 3% behind plain decode; the least is {min(gains):.2f}x."
-    )
+    behind = []
+    for what, fields in (
+        ("plain decode", PLAIN),
+        ("plain decode that reads the same pages", PAGED),
+        ("the same kernels without sharing", PAGED[:1]),
+    ):
+        gains = [value for row in rows if (value := gain(row, fields))]
+        if gains:
+            number_behind = sum(value * MOST_BEHIND < 1 for value in gains)
+            behind.append(f"{number_behind} of {len(gains)} are behind {what} ({min(gains):.2f}x at least)")
+    tables.append(f"Cells more than 3% behind: {'; '.join(behind)}.")
     return "\n\n".join(tables)
 
 
@@ -206,6 +223,19 @@ def prediction_errors(rows: list[dict]) -> list[float]:
     """Return how far the predicted time of the default plan is from the measured one, once for every forest."""
     default = {row["name"]: row for row in rows if row["variant"] in ("aligned", "both") and row.get("kernel_us")}
     return [abs(row["predicted_us"] / row["kernel_us"] - 1) for row in default.values()]
+
+
+def tuning(rows: list[dict]) -> str:
+    """Show, for each head size, the geometric mean of time over roofline of every config that all forests allow."""
+    lines = []
+    for head_dim, table in sorted({(row["head_dim"], row["table"]) for row in rows}):
+        scores = {config: score(forests) for config, forests in by_config(rows, head_dim, table).items()}
+        lines += [
+            [str(head_dim), table, str(config.block_tokens), str(config.stages), f"{value:.3f}"]
+            for config, value in scores.items()
+            if value is not None
+        ]
+    return markdown(["head size", "forests", "tokens of a block", "blocks in flight", "times the roofline"], lines)
 
 
 def measured_on(rows: list[dict]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import report, tables
 from benchmarks.claims import CLAIMS, claims_table
-from benchmarks.report import PAGES, RESULTS, SOURCES, render
+from benchmarks.report import PAGES, RESULTS, SOURCES, SUMMARIES, render
 from benchmarks.workloads import PAPER, PROBE
 
 COMMON = {"device": "NVIDIA H200", "date": "2026-01-02", "versions": {"jax": "0.11.2"}, "heads": "32/8"}
@@ -28,7 +28,7 @@ def test_committed_pages_are_what_the_report_makes_of_the_committed_results(path
 
 def test_every_source_has_a_place_in_a_page():
     text = "".join(path.read_text() for path in PAGES)
-    assert [name for name in ["claims", *SOURCES] if f"<!-- report: {name} -->" not in text] == []
+    assert [name for name in [*SUMMARIES, *SOURCES] if f"<!-- report: {name} -->" not in text] == []
 
 
 def test_what_is_not_measured_says_so_with_its_command(tmp_path):
@@ -40,6 +40,7 @@ def test_what_is_not_measured_says_so_with_its_command(tmp_path):
         )
     claims = render(page("claims"), tmp_path, tmp_path)
     assert claims.count("not measured yet") == len(CLAIMS)
+    assert "\nNot measured yet.\n" in render(page("figures"), tmp_path, tmp_path)
 
 
 def test_a_region_fills_in_when_its_result_file_is_there_and_the_rest_of_the_page_stays(tmp_path):
@@ -69,10 +70,24 @@ def test_a_region_fills_in_when_its_result_file_is_there_and_the_rest_of_the_pag
     assert "![batch](results/batch_h200.svg)" in render(page("batch"), tmp_path, results)
 
 
+def test_figures_are_summed_up_in_a_line_each(tmp_path):
+    write(tmp_path, "batch_h200", *({"kernel_us": 2.0, "cudnn_us": us} for us in (4.0, 16.0)), {"kernel_us": None})
+    write(tmp_path, "depth_h200", {"kernel_us": 2.0, "cudnn_us": None, "flashinfer_decode_us": 3.0})
+    lines = render(page("figures"), tmp_path, tmp_path).split("\n")
+    assert lines[5:7] == [
+        "| [Attention time and batch size](batch_h200.json) | 2 | 4.00x (2.00x to 8.00x) | – | – |",
+        "| [Attention time and depth of the tree](depth_h200.json) | 1 | – | 1.50x (1.50x to 1.50x) | – |",
+    ]
+    assert "On NVIDIA H200, JAX 0.11.2, 2026-01-02." in lines
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("<!-- report: nothing -->\n<!-- end of report -->", "expected a region of claims, probes, .*, got nothing"),
+        (
+            "<!-- report: nothing -->\n<!-- end of report -->",
+            "expected a region of claims, figures, probes, .*, got nothing",
+        ),
         ("<!-- report: batch -->\nold", "expected '<!-- end of report -->' after every"),
         ("<!-- report: batch -->\n<!-- report: depth -->\n<!-- end of report -->", "expected '<!-- end of report -->'"),
     ],
@@ -110,16 +125,19 @@ def test_the_crossover_has_a_table_for_each_group_and_counts_what_is_behind():
         {"series": "group 4, 256 own", "x": x, "requests": requests, "kernel_us": 10.0, "unshared_us": us}
         for x, requests, us in ((0, 8, 9.6), (0, 1, 9.8), (512, 8, 25.0), (512, 1, None))
     ]
+    rows[1]["flashinfer_decode_us"] = 9.5
     assert tables.crossover(rows) == "\n".join(
         [
             "group 4, 256 own:",
             "",
             "| requests | 0 shared | 512 shared |",
             "|---|---|---|",
-            "| 1 | 0.98 | – |",
+            "| 1 | 0.95 | – |",
             "| 8 | 0.96 | 2.50 |",
             "",
-            "1 of 3 cells are more than 3% behind plain decode; the least is 0.96x.",
+            "Cells more than 3% behind: 2 of 3 are behind plain decode (0.95x at least); "
+            "2 of 3 are behind plain decode that reads the same pages (0.95x at least); "
+            "1 of 3 are behind the same kernels without sharing (0.96x at least).",
         ]
     )
 
