@@ -5,6 +5,9 @@ import os
 # In interpret mode each warpgroup takes a thread of JAX's CPU client, which has as many as the machine has cores unless
 # told otherwise: with too few, they wait for each other for ever. It is read when the client starts.
 os.environ["PJRT_NPROC"] = "8"
+# Workers share the machine: without these, each takes most of a GPU's memory, and all cores for its float64 references.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
 
 import hypothesis
 import jax

@@ -142,6 +142,17 @@ def test_the_crossover_has_a_table_for_each_group_and_counts_what_is_behind():
     )
 
 
+def test_block_sizes_have_a_line_for_every_config_that_serves_all_forests():
+    common = {"head_dim": 64, "table": "SMALL", "block_tokens": 128, "roofline_us": 2.0}
+    times = {("a", 2): 4.0, ("b", 2): 16.0, ("a", 3): 8.0, ("b", 3): None}
+    rows = [common | {"name": name, "stages": stages, "kernel_us": us} for (name, stages), us in times.items()]
+    other = {"head_dim": 128, "table": "LARGE", "name": "a", "stages": 2, "kernel_us": 3.0}
+    assert tables.tuning([*rows, common | other]).split("\n")[2:] == [
+        "| 64 | SMALL | 128 | 2 | 4.000 |",
+        "| 128 | LARGE | 128 | 2 | 1.500 |",
+    ]
+
+
 def test_decode_steps_stand_beside_each_other_in_milliseconds():
     case = {"model": "qwen3-4b", "requests": 16, "document_tokens": 100, "floor_us": 1500.0}
     shared = case | {"variant": "shared", "wall_us": 2000.0, "attention_us": 900.0, "products_us": 700.0}
