@@ -118,9 +118,16 @@ def measure(case: Case, arguments: argparse.Namespace, peers: Peers | None) -> d
     if peers:
         row |= peers.measure(workload, layout, expected, arguments.repeats)
     if arguments.counters:
-        counters = partial(read_counters, case, arguments.implementation)
-        row |= attempt(counters, "dram_read_bytes", "counters_error")
+        row |= attempt(partial(count, case, arguments.implementation), "dram_read_bytes", "counters_error")
     return row
+
+
+def count(case: Case, implementation: str) -> dict[str, int]:
+    """Count the bytes that a call moves. Raises RuntimeError where there is no count."""
+    counted = read_counters([case], implementation)[0]
+    if isinstance(counted, str):
+        raise RuntimeError(counted)
+    return counted
 
 
 def bounds(workload: Workload, inputs: Inputs, layout: Layout) -> dict:

@@ -1,4 +1,4 @@
-"""Bytes that one call moves, by the GPU's hardware counters: ncu runs a process of its own with a single call in it."""
+"""Bytes that one call moves, by the GPU's hardware counters: ncu runs a process of its own that calls on some cases."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from benchmarks.inputs import MOST_RELATIVE_ERROR, Case, Layout, attention_call, check, make_inputs, reference
-from benchmarks.peers import MOST_PEER_ERROR, PEERS, Tensors
+from benchmarks.peers import MOST_PEER_ERROR, PEERS, Tensors, start
+from benchmarks.rows import reason
+from benchmarks.turns import GPU, NCU
 from benchmarks.workloads import Workload
 
 METRICS = {
@@ -28,37 +33,48 @@ METRICS = {
 CONFIGURATIONS = {"flashinfer_decode": "tensor cores", "flashinfer_cascade": "fa2"}
 
 
-def read_counters(case: Case, caller: str) -> dict[str, int]:
-    """Sum the counters over all kernels of a call; caches are flushed before each kernel.
+def read_counters(cases: Sequence[Case], caller: str) -> list[dict[str, int] | str]:
+    """Sum the counters over all kernels of a call on each case, or say why there is no sum.
 
-    `caller` is a peer of `CONFIGURATIONS`, or an implementation of ours.
+    Caches are flushed before each kernel. `caller` is a peer of `CONFIGURATIONS`, or an implementation of ours.
 
-    Raises FileNotFoundError without ncu, RuntimeError if it cannot read the counters or the call fails.
+    Raises FileNotFoundError without ncu.
     """
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "case.json"
-        file.write_text(json.dumps({"workload": case.workload, "layout": case.layout}))
+        asked, failed = Path(folder) / "cases.json", Path(folder) / "failed.json"
+        asked.write_text(json.dumps([{"workload": case.workload, "layout": case.layout} for case in cases]))
         command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
         command += ["--profile-from-start", "off", "--metrics", ",".join(METRICS.values())]
-        command += [sys.executable, "-m", "benchmarks.counters", str(file), caller]
+        command += [sys.executable, "-m", "benchmarks.counters", str(asked), str(failed), caller]
         # The process that asks may hold most of the GPU's memory.
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    try:
-        return total(run.stdout)
-    except KeyError:
-        said = " ".join((run.stderr or run.stdout).split())
-        raise RuntimeError(f"ncu gave no counters: {said[-260:]}") from None
+        with GPU.given(), NCU.taken():
+            run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        reasons = json.loads(failed.read_text()) if failed.exists() else {}
+    counts = totals(run.stdout)
+    counts += [None] * (len(cases) - len(counts))
+    nothing = f"ncu gave no counters: {' '.join((run.stderr or run.stdout).split())[-260:]}"
+    return [reasons.get(str(i)) or counts[i] or nothing for i in range(len(cases))]
 
 
-def total(report: str) -> dict[str, int]:
-    """Sum the metrics over the kernels of ncu's report: a row of names, one of units, and one for each kernel."""
-    table = list(csv.DictReader(row for row in report.splitlines() if row.startswith('"')))[1:]
-    if not table:
-        raise KeyError("no kernels")
-    return {
-        name: sum(int(float(kernel[metric].replace(",", ""))) for kernel in table) for name, metric in METRICS.items()
-    }
+def totals(report: str) -> list[dict[str, int] | None]:
+    """Sum the metrics over the kernels of each case in ncu's report, None for one that has no kernels.
+
+    The report has a row of names, one of units, and one for each kernel. The first kernel also comes after each case.
+    """
+    kernels = list(csv.DictReader(row for row in report.splitlines() if row.startswith('"')))[1:]
+    counts: list[dict[str, int] | None] = []
+    of_case: list[dict[str, str]] = []
+    for kernel in kernels[1:]:
+        if kernel["Kernel Name"] != kernels[0]["Kernel Name"]:
+            of_case.append(kernel)
+            continue
+        sums = {
+            name: sum(int(float(each[metric].replace(",", ""))) for each in of_case) for name, metric in METRICS.items()
+        }
+        counts.append(sums if of_case else None)
+        of_case = []
+    return counts
 
 
 def prepare(case: Case, caller: str) -> Callable[[], object]:
@@ -80,14 +96,33 @@ def prepare(case: Case, caller: str) -> Callable[[], object]:
 
 
 def main() -> None:
-    """Call twice, the second time under the profiler."""
-    file, caller = sys.argv[1:]
-    fields = json.loads(Path(file).read_text())
-    call = prepare(Case(Workload(*fields["workload"]), Layout(*fields["layout"])), caller)
+    """Call twice on each case, the second time under the profiler; what fails is written down and left out."""
+    asked, failed, caller = sys.argv[1:]
     driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuProfilerStart()
-    call()
-    driver.cuProfilerStop()
+
+    def profile(call: Callable[[], object]) -> None:
+        driver.cuProfilerStart()
+        call()
+        driver.cuProfilerStop()
+
+    end = partial(jax.jit(between_cases), jnp.zeros(8))
+    end().block_until_ready()
+    (start if caller in CONFIGURATIONS else jax.device_count)()
+    profile(lambda: end().block_until_ready())
+    reasons = {}
+    for i, fields in enumerate(json.loads(Path(asked).read_text())):
+        with GPU.taken():
+            try:
+                profile(prepare(Case(Workload(*fields["workload"]), Layout(*fields["layout"])), caller))
+            except Exception as error:
+                reasons[i] = reason(error)
+                Path(failed).write_text(json.dumps(reasons))
+            profile(lambda: end().block_until_ready())
+
+
+def between_cases(x: Array) -> Array:
+    """Run a kernel that no call has."""
+    return jnp.arctan2(x, x)
 
 
 if __name__ == "__main__":

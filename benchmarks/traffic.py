@@ -4,15 +4,14 @@
     python -m benchmarks.traffic --peers --json benchmarks/results/traffic_peers_h200.json
 
 The first counts ours on the probes and the paper's sweeps as far as the cache cannot hold them, the second ours and
-FlashInfer on a forest of each kind. Needs ncu, and the permission to read counters. A process of its own counts each
-call, after checking its result against float32 attention; caches are flushed before each of its kernels.
+FlashInfer on a forest of each kind. Needs ncu, and the permission to read counters. A process of its own counts the
+calls, after checking their results against float32 attention; caches are flushed before each of their kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,11 +20,11 @@ from benchmarks.attention import RESUME, require_gpu
 from benchmarks.counters import CONFIGURATIONS, METRICS, read_counters
 from benchmarks.inputs import Case
 from benchmarks.peers import share_the_device
-from benchmarks.rows import attempt, conditions, find, finish, measured_before, write_draft
-from benchmarks.turns import GPU
+from benchmarks.rows import conditions, find, finish, measured_before, reason, write_draft
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload, degenerate, flat, k_ary, shared_ratio, shared_root
 
 L2_BYTES = 60 << 20  # of an H200, rounded up
+AT_ONCE = 6  # forests that one process counts
 
 #: A forest of each kind, for the peers.
 KINDS = [
@@ -56,15 +55,11 @@ def main() -> None:
     packages = ["torch", "flashinfer-python"] * arguments.peers
     before = measured_before(arguments.json, arguments.resume)
     rows: list[dict] = []
-    for case in tqdm(cases):
-        known = {"name": case.workload.name} | conditions(case.layout, *packages)
-        row = find(before, known)
-        if row is None:
-            with GPU.taken():  # for the process that counts
-                row = known | count(case, peers)
-        rows.append(row)
+    for some in tqdm([cases[i : i + AT_ONCE] for i in range(0, len(cases), AT_ONCE)], unit=f"x {AT_ONCE} forests"):
+        rows += measured(some, peers, packages, before)
         write_draft(rows, arguments.json)
-        tqdm.write(line(row))
+        for row in rows[-len(some) :]:
+            tqdm.write(line(row))
     print(summary(rows))
     finish(rows, arguments.json)
 
@@ -75,23 +70,41 @@ def larger_than_the_cache(forests: list[Workload]) -> list[Case]:
     return [case for case in cases if sum(case.workload.length) * case.layout.kv_token_bytes > L2_BYTES]
 
 
-def count(case: Case, peers: list[str]) -> dict:
-    """Count our call and the peers' on one case; returns a row with the reason where there is no count."""
-    (name, parent, length, leaf), each = case.workload, case.layout.kv_token_bytes
+def measured(cases: list[Case], peers: list[str], packages: list[str], before: list[dict]) -> list[dict]:
+    """Return a row for each case: one measured before, or a new one."""
+    known = [{"name": case.workload.name} | conditions(case.layout, *packages) for case in cases]
+    found = [find(before, each) for each in known]
+    missing = [case for case, row in zip(cases, found, strict=True) if row is None]
+    counted = iter(count(missing, peers) if missing else [])
+    return [each | next(counted) if row is None else row for each, row in zip(known, found, strict=True)]
+
+
+def count(cases: list[Case], peers: list[str]) -> list[dict]:
+    """Count our call and the peers' on some cases; returns a row for each, with the reason where there is no count."""
+    rows = [sizes(case) for case in cases]
+    for prefix, caller in [("", "mosaic"), *((f"{peer}_", peer) for peer in peers)]:
+        try:
+            counts = read_counters(cases, caller)
+        except FileNotFoundError as error:
+            counts = [reason(error)] * len(cases)
+        for row, counted in zip(rows, counts, strict=True):
+            failed = {"dram_read_bytes": None, "error": counted}
+            fields = failed if isinstance(counted, str) else counted
+            row.update({f"{prefix}{field}": value for field, value in fields.items()})
+    return rows
+
+
+def sizes(case: Case) -> dict:
+    """Count what there is to read: once, and for every request."""
+    (_, parent, length, leaf), each = case.workload, case.layout.kv_token_bytes
     depth_tokens: list[int] = []  # from the root to the end of each node
     for above, tokens in zip(parent, length, strict=True):
         depth_tokens.append(tokens + (depth_tokens[above] if above >= 0 else 0))
-    row = {
-        "name": name,
+    return {
         "requests": len(leaf),
         "unique_bytes": sum(length) * each,
         "unshared_bytes": sum(depth_tokens[end] for end in leaf) * each,
     }
-    row |= attempt(partial(read_counters, case, "mosaic"), "dram_read_bytes", "error")
-    for peer in peers:
-        counted = attempt(partial(read_counters, case, peer), "dram_read_bytes", "error")
-        row |= {f"{peer}_{field}": value for field, value in counted.items()}
-    return row
 
 
 def callers(row: dict) -> dict[str, str]:

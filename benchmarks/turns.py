@@ -57,12 +57,14 @@ class Turns:
         self._file = -1
 
 
-def _lock_file() -> Path:
+def _lock_file(what: str) -> Path:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "_")
-    return Path(tempfile.gettempdir()) / f"codec_jax-benchmarks-{os.getuid()}-{visible}.lock"
+    return Path(tempfile.gettempdir()) / f"codec_jax-benchmarks-{os.getuid()}-{visible}-{what}.lock"
 
 
-GPU = Turns(_lock_file())
+GPU = Turns(_lock_file("gpu"))
+#: For ncu, of which only one may run: others wait for it even while they have the GPU. Never to be waited for with it.
+NCU = Turns(_lock_file("ncu"))
 
 
 def compiled(call: Callable, *arguments: object, tuned: bool = False) -> jax.stages.Compiled:

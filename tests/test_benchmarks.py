@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from datetime import date
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -229,25 +230,50 @@ def test_inputs_are_the_same_whenever_they_are_drawn(unequal):
 # ---------------------------------------------------------------------- counters
 
 
-def test_counters_are_summed_over_kernels():
-    report = """==WARNING== Note: Running with unmodified GPU clocks.
+REPORT = """==WARNING== Note: Running with unmodified GPU clocks.
 ==PROF== Connected to process 1
 "ID","Kernel Name","dram__bytes_read.sum","sm__cycles.max","dram__bytes_write.sum","l1tex__m_xbar2l1tex_read_bytes.sum"
 "","","byte","byte","byte","byte"
-"0","loop_gather_fusion","265,728","6,656","64","270,656"
-"1","body_mosaic_gpu_kernel","1,078,742,784","22,957,312","1,024","1,085,045,088"
+"0","wrapped_atan2","32","100","0","64"
+"1","loop_gather_fusion","265,728","6,656","64","270,656"
+"2","body_mosaic_gpu_kernel","1,078,742,784","22,957,312","1,024","1,085,045,088"
+"3","wrapped_atan2","32","100","0","64"
+"4","wrapped_atan2","32","100","0","64"
+"5","body_mosaic_gpu_kernel","1,000","22,957,312","2","3,000"
+"6","wrapped_atan2","32","100","0","64"
+"7","of a case that did not end","1","1","1","1"
 """
-    assert counters.total(report) == {
-        "dram_read_bytes": 1_079_008_512,
-        "dram_written_bytes": 1088,
-        "l2_to_sm_bytes": 1_085_315_744,
-    }
+FIRST = {"dram_read_bytes": 1_079_008_512, "dram_written_bytes": 1088, "l2_to_sm_bytes": 1_085_315_744}
+THIRD = {"dram_read_bytes": 1000, "dram_written_bytes": 2, "l2_to_sm_bytes": 3000}
+
+
+def test_counters_are_summed_over_the_kernels_of_each_case():
+    assert counters.totals(REPORT) == [FIRST, None, THIRD]
 
 
 @pytest.mark.parametrize("report", ["", "==ERROR== no permission", '"ID","Kernel Name"\n"",""\n'])
 def test_a_report_without_kernels_is_no_count_of_zero(report):
-    with pytest.raises(KeyError, match="no kernels"):
-        counters.total(report)
+    assert counters.totals(report) == []
+
+
+def test_a_case_without_a_count_says_why(monkeypatch):
+    """ncu is replaced by a process that fails on the second case and ends within the fourth."""
+
+    def ncu(command: list[str], **_: object) -> SimpleNamespace:
+        asked, failed, caller = command[-3:]
+        assert [each["workload"][0] for each in json.loads(Path(asked).read_text())] == [w.name for w in SHAPES]
+        assert caller == "mosaic"
+        Path(failed).write_text(json.dumps({1: "ValueError: out of luck"}))
+        return SimpleNamespace(stdout=REPORT, stderr="==ERROR==  the process\nended")
+
+    monkeypatch.setattr(counters.subprocess, "run", ncu)
+    got = counters.read_counters([Case(workload) for workload in SHAPES], "mosaic")
+    assert got == [FIRST, "ValueError: out of luck", THIRD, "ncu gave no counters: ==ERROR== the process ended"]
+    monkeypatch.setattr(attention, "read_counters", lambda *_: got[3:])
+    with pytest.raises(RuntimeError, match="ncu gave no counters"):
+        attention.count(Case(SHAPES[0]), "mosaic")
+    monkeypatch.setattr(attention, "read_counters", lambda *_: got[:1])
+    assert attention.count(Case(SHAPES[0]), "mosaic") == FIRST
 
 
 # ---------------------------------------------------------------------- rows

@@ -25,19 +25,24 @@ def test_forests_whose_traffic_is_counted_are_larger_than_the_cache_and_of_every
     assert max(sum(each.length) for each in small) * 4096 <= 60 * 2**20
 
 
+CASES = [Case(shared_root(100, 2, 10)), Case(flat(1, 50))]
+
+
 @pytest.fixture
 def counted(monkeypatch) -> list[dict]:
     """Rows of two forests: the cascade fails on the second."""
 
-    def read(case: Case, caller: str) -> dict[str, int]:
-        if (caller, len(case.workload.leaf)) == ("flashinfer_cascade", 1):
-            raise RuntimeError("ncu gave no counters")
-        scale = {"mosaic": 1, "flashinfer_decode": 3, "flashinfer_cascade": 2}[caller] * sum(case.workload.length)
-        return {"dram_read_bytes": 4096 * scale, "dram_written_bytes": 0, "l2_to_sm_bytes": 8192 * scale}
+    def read(cases: list[Case], caller: str) -> list[dict[str, int] | str]:
+        scale = {"mosaic": 1, "flashinfer_decode": 3, "flashinfer_cascade": 2}[caller]
+        tokens = [scale * sum(case.workload.length) for case in cases]
+        counts = [{"dram_read_bytes": 4096 * n, "dram_written_bytes": 0, "l2_to_sm_bytes": 8192 * n} for n in tokens]
+        return [
+            "ncu gave no counters" if scale == 2 and n == 100 else count
+            for n, count in zip(tokens, counts, strict=True)
+        ]
 
     monkeypatch.setattr(traffic, "read_counters", read)
-    cases = [Case(shared_root(100, 2, 10)), Case(flat(1, 50))]
-    return [traffic.count(case, list(counters.CONFIGURATIONS)) for case in cases]
+    return traffic.measured(CASES, list(counters.CONFIGURATIONS), [], [])
 
 
 def test_counts_of_ours_and_the_peers_stand_beside_the_unique_bytes(counted):
@@ -46,12 +51,34 @@ def test_counts_of_ours_and_the_peers_stand_beside_the_unique_bytes(counted):
     assert first["dram_read_bytes"] == 120 * 4096
     assert first["flashinfer_decode_l2_to_sm_bytes"] == 3 * 120 * 8192
     assert second["flashinfer_cascade_dram_read_bytes"] is None
-    assert second["flashinfer_cascade_error"] == "RuntimeError: ncu gave no counters"
+    assert second["flashinfer_cascade_error"] == "ncu gave no counters"
     assert "error" not in second
 
 
+def test_what_was_counted_before_is_not_counted_again(counted, monkeypatch):
+    asked = []
+
+    def read(cases: list[Case], caller: str) -> list[str]:
+        asked.extend(cases)
+        return ["out of luck"] * len(cases)
+
+    monkeypatch.setattr(traffic, "read_counters", read)
+    first, second = traffic.measured(CASES, [], [], counted[:1])
+    assert first == counted[0]
+    assert (second["name"], second["dram_read_bytes"], second["error"]) == ("no sharing, 1 x 50", None, "out of luck")
+    assert asked == CASES[1:]
+
+
+def test_without_ncu_the_rows_say_so(monkeypatch):
+    def missing(*_: object) -> None:
+        raise FileNotFoundError("ncu")
+
+    monkeypatch.setattr(traffic, "read_counters", missing)
+    assert [row["error"] for row in traffic.measured(CASES, [], [], [])] == ["FileNotFoundError: ncu"] * 2
+
+
 def test_a_summary_of_traffic_leaves_out_what_was_not_counted(counted):
-    assert traffic.line(counted[1]).split("   ")[-1] == "flashinfer_cascade: RuntimeError: ncu gave no counters"
+    assert traffic.line(counted[1]).split("   ")[-1] == "flashinfer_cascade: ncu gave no counters"
     said = traffic.summary([*counted, {"name": "failed", "dram_read_bytes": None}])
     for line in (
         "2 of 3 forests counted",
