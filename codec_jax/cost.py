@@ -316,6 +316,14 @@ class Estimate(NamedTuple):
         """Return what a segment costs beyond its blocks."""
         return self.model.segment_us + self.model.merge_us * (1 + wide)
 
+    @property
+    def opening_us(self) -> Float[np.ndarray, " 2"]:
+        """Cost of a segment, narrow or wide, beyond blocks that cost what one of many does: the first take longer."""
+        grid, curves = self.model.tiles
+        memory, cached = (curves[:, :, 1] - self.model.token_us * grid[1]).T
+        wide = np.asarray([False, True])
+        return self.segment_us(wide) + np.maximum(cached + self._shown(wide) * (memory - cached), 0.0)
+
     def segments(
         self, wide: Int[np.ndarray, " n"], unmasked: Int[np.ndarray, " n"], masked: Int[np.ndarray, " n"]
     ) -> Float[np.ndarray, " n"]:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 _MOST_LEFT_OUT = 0.1
 #: What a stretch leaves of a run must fill for it to get that run to itself, in every way that is tried; above 1, none.
 _ROUNDED_UP = (0.5, 0.75, 2.0)
+#: How close runs that several stretches share come to the least load that they can have.
+_CLOSE = 2e-3
+#: Of the cost of opening a segment, what a piece of a stretch must be worth for a run to begin or end with it.
+_LEAST_PIECE = 0.1
 #: Loads that are tried for a run, in units of the least that it can be.
 _LOADS = np.append(np.linspace(1.0, 1.3, 61), [1.5, 2.0, 3.0, 10.0, 1e9])
 
@@ -84,7 +88,7 @@ class Line(NamedTuple):
         """Lay out the streams for a group of kv heads."""
         stream = np.flatnonzero(work.blocks)
         wide, unmasked = work.wide[stream].astype(np.int64), work.unmasked[stream]
-        unit, opening = estimate.block_us[wide], estimate.segment_us(wide)
+        unit, opening = estimate.block_us[wide], estimate.opening_us[wide]
         body = unmasked * unit[:, 0] + (work.blocks[stream] - unmasked) * unit[:, 1]
         each = (np.repeat(x, num_heads, axis=0) for x in (unit, opening, body))
         return cls(work, np.repeat(stream, num_heads), np.tile(np.arange(num_heads), len(stream)), *each)
@@ -195,7 +199,7 @@ def whole_runs(line: Line, num_runs: int) -> Pieces:
         return alone
     last = np.cumsum((left + opening)[rest])
     first = np.concatenate([[0.0], last[:-1]])
-    cuts = last[-1] / others * np.arange(1, others)
+    cuts = np.asarray(_even_cuts(left[rest].tolist(), opening[rest].tolist(), others))
     bounds = np.sort(np.concatenate([first, cuts, last[-1:]]))
     bounds = bounds[np.append(True, bounds[1:] > bounds[:-1])]
     begin, end = bounds[:-1], bounds[1:]
@@ -206,6 +210,46 @@ def whole_runs(line: Line, num_runs: int) -> Pieces:
     past = np.where(end == last[nth], left[rest][nth], np.maximum(end - origin, 0.0))
     together = Pieces(run, rest[nth], np.maximum(begin - origin, 0.0), past)
     return Pieces(*(np.concatenate(pair) for pair in zip(alone, together, strict=True)))
+
+
+def _even_cuts(left: list[float], opening: list[float], num_runs: int) -> list[float]:
+    """Cut stretches, end to end, into so many runs, or fewer, that the busiest has about as little to do as possible.
+
+    Each stretch takes its opening and what is left of it; where it is cut, what follows opens another segment.
+    """
+    total = sum(left) + sum(opening)
+    low = max(total / num_runs, max(opening))
+    high = low + 2 * max(opening)  # enough for every run to open one more segment, and to leave out a piece
+    cuts = _cuts_of_load(left, opening, high)
+    while high - low > _CLOSE * low:
+        load = (low + high) / 2
+        tried = _cuts_of_load(left, opening, load)
+        if len(tried) < num_runs:
+            high, cuts = load, tried
+        else:
+            low = load
+    return cuts
+
+
+def _cuts_of_load(left: list[float], opening: list[float], load: float) -> list[float]:
+    """Fill one run after the other up to a load, and return where they end; a piece must be worth its segment."""
+    cuts: list[float] = []
+    room, first = load, 0.0
+    for whole, opens in zip(left, opening, strict=True):
+        done = 0.0
+        while done < whole:
+            piece = min(whole - done, room - opens)
+            if room < load and piece < min(whole - done, _LEAST_PIECE * opens):
+                cuts.append(first + (opens + done if done else 0.0))
+                room = load
+                continue
+            done += piece
+            room -= opens + piece
+            if done < whole:
+                cuts.append(first + opens + done)
+                room = load
+        first += opens + whole
+    return cuts
 
 
 def loads(plan: Plan) -> Float[np.ndarray, " num_ctas"]:

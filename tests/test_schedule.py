@@ -122,6 +122,51 @@ def test_no_thread_block_has_much_more_to_do_than_others(work):
     assert load.max() - 2 * 2.25 - 4.0 < 1.15 * load.mean()
 
 
+def costs_of_runs(left: list[float], opening: list[float], cuts: list[float]) -> list[float]:
+    """What each run between cuts costs: its parts of the stretches, and a segment for each of them."""
+    runs, ends = [], [0.0, *cuts, sum(left) + sum(opening)]
+    for begin, end in itertools.pairwise(ends):
+        cost, first = 0.0, 0.0
+        for whole, opens in zip(left, opening, strict=True):
+            part = min(end, first + opens + whole) - max(begin, first + opens)
+            cost += opens + part if part > 1e-9 else 0.0
+            first += opens + whole
+        runs.append(cost)
+    return runs
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(st.floats(0.1, 200.0), st.sampled_from([3.5, 4.0])), min_size=1, max_size=12),
+    st.integers(1, 20),
+)
+def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretches, num_runs):
+    left, opening = map(list, zip(*stretches, strict=True))
+    cuts = schedule._even_cuts(left, opening, num_runs)
+    assert len(cuts) < num_runs
+    assert cuts == sorted(cuts)
+    runs = costs_of_runs(left, opening, cuts)
+    assert sum(runs) >= sum(left) + sum(opening) - 1e-6
+    # The mean with one more segment for every run, and a piece that is not worth one.
+    most = max((sum(left) + sum(opening)) / num_runs, max(opening)) + 2 * max(opening)
+    assert max(runs) <= most + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("left", "num_runs", "most"),
+    [
+        ([100.0, 100.0], 4, 54.0),  # two cuts open two more segments
+        ([50.0, 50.0, 50.0], 3, 54.0),  # cuts fall between stretches
+        ([300.0, 1.0], 3, 105.6),  # 104, 104, 104 and then 5 for the last one: shared by all three
+        ([10.0], 8, 5.25),  # a segment costs 4
+    ],
+)
+def test_where_the_least_load_is_known_runs_come_close_to_it(left, num_runs, most):
+    opening = [4.0] * len(left)
+    runs = costs_of_runs(left, opening, schedule._even_cuts(left, opening, num_runs))
+    assert max(runs) == pytest.approx(most, rel=0.01)
+
+
 def costs_of_segments(work: Work, cut: Schedule) -> np.ndarray:
     return loads(work, cut._replace(cta_ptr=np.arange(len(cut.lo) + 1)))
 
