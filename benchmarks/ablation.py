@@ -25,9 +25,9 @@ import jax
 from jaxtyping import Array
 from tqdm import tqdm
 
-from benchmarks.attention import RESUME, bounds
+from benchmarks.attention import bounds
 from benchmarks.inputs import Inputs, Layout, check, make_inputs, planned_call, reference, with_room
-from benchmarks.rows import attempt, conditions, draft_of, find, measured_before, publish, write_draft
+from benchmarks.rows import RESUME, attempt, conditions, draft_of, find, measured_before, publish, write_draft
 from benchmarks.timing import kernel_time
 from benchmarks.traces import recorded_trees
 from benchmarks.turns import GPU

@@ -24,12 +24,11 @@ from tqdm import tqdm
 from benchmarks.counters import read_counters
 from benchmarks.inputs import Case, Inputs, Layout, attention_call, check, make_inputs, padded_slots, reference
 from benchmarks.peers import PEERS, Peers
-from benchmarks.rows import attempt, conditions, find, finish, measured_before, write_draft
+from benchmarks.rows import RESUME, attempt, conditions, find, finish, measured_before, write_draft
 from benchmarks.timing import kernel_runs, kernel_time, wall_time
 from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
 
-RESUME = "keep what an interrupted run of the same command has measured"
 READ_BYTES_PER_US, FLOPS_PER_US = 4.52e6, 700e6
 MOST_DENSE_BYTES = 60e9  # what the unshared copies of K and V may take
 LARGE_BYTES, SMALL_BYTES = 100e6, 32e6  # forests on which fixed costs should not show, and those on which only they do

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -105,10 +104,15 @@ def main() -> None:
         call()
         driver.cuProfilerStop()
 
-    end = partial(jax.jit(between_cases), jnp.zeros(8))
-    end().block_until_ready()
-    (start if caller in CONFIGURATIONS else jax.device_count)()
-    profile(lambda: end().block_until_ready())
+    between, nothing = jax.jit(between_cases), jnp.zeros(8)
+
+    def end() -> None:
+        jax.block_until_ready(between(nothing))
+
+    end()
+    if caller in CONFIGURATIONS:
+        start()
+    profile(end)
     reasons = {}
     for i, fields in enumerate(json.loads(Path(asked).read_text())):
         with GPU.taken():
@@ -117,7 +121,7 @@ def main() -> None:
             except Exception as error:
                 reasons[i] = reason(error)
                 Path(failed).write_text(json.dumps(reasons))
-            profile(lambda: end().block_until_ready())
+            profile(end)
 
 
 def between_cases(x: Array) -> Array:

@@ -21,16 +21,17 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from benchmarks.attention import RESUME, bounds, collect, measure_cudnn, measure_ours, require_gpu
+from benchmarks.attention import bounds, collect, measure_cudnn, measure_ours, require_gpu
 from benchmarks.inputs import Case, Inputs, Layout, make_inputs, reference, with_room
 from benchmarks.peers import Peers
-from benchmarks.rows import attempt, finish, measured_before
+from benchmarks.rows import RESUME, attempt, finish, measured_before
 from benchmarks.workloads import flat, shared_root
 
 PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 8, 16, 32, 64), (1, 4, 8), (256, 2048)
 QUICK_PREFIXES, QUICK_BATCHES, QUICK_OWN = (0, 2048, 32_768), (1, 8, 64), (256,)
 PLAIN = ("unshared_us", "cudnn_us", "flashinfer_decode_us")
-PAGED = ("unshared_us", "flashinfer_decode_us")  # of which these read the pages where they are
+SAME_KERNELS = ("unshared_us",)
+PAGED = (*SAME_KERNELS, "flashinfer_decode_us")  # these read the pages where they are
 MOST_BEHIND = 1.03  # of the time of plain decode
 
 

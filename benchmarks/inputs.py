@@ -15,13 +15,14 @@ from benchmarks.turns import compiled_once, forget_compiled
 from benchmarks.workloads import Workload
 from codec_jax import Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
+from codec_jax.capacity import bucket
 from codec_jax.division import Policy
 from codec_jax.traffic import count_pass
 
 #: Rounding the output and the probabilities to bfloat16 costs 0.002; dropping 16 of 120,000 tokens would cost 0.01.
 MOST_RELATIVE_ERROR = 5e-3
 
-#: Arrays have room for at least this much, and twice that and so on: forests of about one size share their programs.
+#: Arrays have room for at least this much, then for the next bucket: forests of about one size share their programs.
 LEAST_NODES, LEAST_PAGES, LEAST_ENTRIES, LEAST_BLOCKS, LEAST_CONTEXT = 256, 1024, 1 << 18, 1 << 14, 1024
 
 
@@ -60,7 +61,7 @@ class Inputs(NamedTuple):
 def make_inputs(workload: Workload, layout: Layout) -> Inputs:
     """Draw bfloat16 inputs; the same ones whenever and in whichever process they are drawn."""
     forest = with_room(Forest.from_nodes(workload.parent, workload.length, workload.leaf, page_size=layout.page_size))
-    num_pages = room(int(forest.used_pages.max()) + 1, LEAST_PAGES)
+    num_pages = bucket(int(forest.used_pages.max()) + 1, LEAST_PAGES)
     pages = (num_pages, layout.page_size, layout.num_kv_heads, layout.head_dim)
     query = (len(workload.leaf), 1, layout.num_q_heads, layout.head_dim)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -78,17 +79,9 @@ def _draw(shape: tuple[int, ...]) -> Callable[[Array], Array]:
     return jax.jit(functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))
 
 
-def room(size: int, least: int) -> int:
-    """Return the smallest of `least` and its doubles that holds `size`."""
-    while least < size:
-        least *= 2
-    return least
-
-
 def with_room(forest: Forest) -> Forest:
     """Pad a forest's nodes and page entries as a server does that lets it grow."""
-    nodes, entries = room(len(forest.parent), LEAST_NODES), room(len(forest.pages), LEAST_ENTRIES)
-    return forest.rebuild(node_capacity=nodes, entry_capacity=entries)
+    return forest.rebuild(node_capacity=LEAST_NODES, entry_capacity=LEAST_ENTRIES)
 
 
 @functools.cache
@@ -141,7 +134,7 @@ def reference(inputs: Inputs) -> Float[np.ndarray, "B N H"]:
     """Attend in float32, each request by itself over a copy of its own context."""
     forest, query, key, value = inputs
     slots = padded_slots(forest)
-    slots = np.pad(slots, ((0, 0), (0, room(slots.shape[1], LEAST_CONTEXT) - slots.shape[1])))
+    slots = np.pad(slots, ((0, 0), (0, bucket(slots.shape[1], LEAST_CONTEXT) - slots.shape[1])))
     arguments = query, key, value, slots, forest.request_length
     return np.asarray(compiled_once(_attend_in_float32, *arguments)(*arguments))
 

@@ -14,6 +14,8 @@ import jax
 
 from benchmarks.inputs import Layout
 
+#: What `--resume` says of itself.
+RESUME = "keep what an interrupted run of the same command has measured"
 _PACKAGES = ["jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
 
 

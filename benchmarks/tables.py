@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.crossover import MOST_BEHIND, PAGED, PLAIN, gain
+from benchmarks.crossover import MOST_BEHIND, PAGED, PLAIN, SAME_KERNELS, gain
 from benchmarks.tune import by_config, score
 
 #: Field of a time, and the column's head.
@@ -135,7 +135,7 @@ def crossover(rows: list[dict]) -> str:
     for what, fields in (
         ("plain decode", PLAIN),
         ("plain decode that reads the same pages", PAGED),
-        ("the same kernels without sharing", PAGED[:1]),
+        ("the same kernels without sharing", SAME_KERNELS),
     ):
         gains = [value for row in rows if (value := gain(row, fields))]
         if gains:

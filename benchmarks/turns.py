@@ -21,7 +21,7 @@ Signature = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 
 
 class Turns:
-    """The lock of this process on the GPU that it sees."""
+    """A lock of this process: on the GPU that it sees, or on what needs it in a way of its own."""
 
     def __init__(self, path: Path) -> None:
         """Use a lock file, which need not be there."""
@@ -63,7 +63,7 @@ def _lock_file(what: str) -> Path:
 
 
 GPU = Turns(_lock_file("gpu"))
-#: For ncu, of which only one may run: others wait for it even while they have the GPU. Never to be waited for with it.
+#: For ncu, which waits for another one even with the GPU in hand: to be taken before the GPU is.
 NCU = Turns(_lock_file("ncu"))
 
 

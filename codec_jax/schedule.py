@@ -239,14 +239,11 @@ def _cuts_of_load(left: list[float], opening: list[float], load: float) -> list[
         done = 0.0
         while done < whole:
             piece = min(whole - done, room - opens)
-            if room < load and piece < min(whole - done, _LEAST_PIECE * opens):
-                cuts.append(first + (opens + done if done else 0.0))
-                room = load
-                continue
-            done += piece
-            room -= opens + piece
+            if room == load or piece >= min(whole - done, _LEAST_PIECE * opens):
+                done += piece
+                room -= opens + piece
             if done < whole:
-                cuts.append(first + opens + done)
+                cuts.append(first + (opens + done if done else 0.0))
                 room = load
         first += opens + whole
     return cuts

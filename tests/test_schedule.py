@@ -157,7 +157,7 @@ def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretc
     [
         ([100.0, 100.0], 4, 54.0),  # two cuts open two more segments
         ([50.0, 50.0, 50.0], 3, 54.0),  # cuts fall between stretches
-        ([300.0, 1.0], 3, 105.6),  # 104, 104, 104 and then 5 for the last one: shared by all three
+        ([300.0, 1.0], 3, 105.6),  # both cuts fall into the first
         ([10.0], 8, 5.25),  # a segment costs 4
     ],
 )
