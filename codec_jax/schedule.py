@@ -219,7 +219,8 @@ def _even_cuts(left: list[float], opening: list[float], num_runs: int) -> list[f
     """
     total = sum(left) + sum(opening)
     low = max(total / num_runs, max(opening))
-    high = low + 2 * max(opening)  # enough for every run to open one more segment, and to leave out a piece
+    # Enough for every run to open one more segment, and to leave out a piece that is not worth another.
+    high = low + 3 * max(opening)
     cuts = _cuts_of_load(left, opening, high)
     while high - low > _CLOSE * low:
         load = (low + high) / 2
@@ -236,14 +237,14 @@ def _cuts_of_load(left: list[float], opening: list[float], load: float) -> list[
     cuts: list[float] = []
     room, first = load, 0.0
     for whole, opens in zip(left, opening, strict=True):
-        done = 0.0
-        while done < whole:
-            piece = min(whole - done, room - opens)
-            if room == load or piece >= min(whole - done, _LEAST_PIECE * opens):
-                done += piece
+        remaining = whole  # counted down, so that after the last piece it is 0 to the last digit
+        while remaining > 0:
+            piece = min(remaining, room - opens)
+            if room == load or piece >= min(remaining, _LEAST_PIECE * opens):
+                remaining -= piece
                 room -= opens + piece
-            if done < whole:
-                cuts.append(first + (opens + done if done else 0.0))
+            if remaining > 0:
+                cuts.append(first + (opens + whole - remaining if remaining < whole else 0.0))
                 room = load
         first += opens + whole
     return cuts

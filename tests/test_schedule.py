@@ -53,6 +53,10 @@ class Work(NamedTuple):
         return divide(self.planned, self.planned.estimate(MODEL), policy)
 
 
+# What is left of the wide streams is cut into the last few runs, each of which leaves out a piece.
+LEFTOVERS = Work(wide=[2176] * 6, narrow=[1787, 1444, 40, 2819, 23, 335, 1256], masked=0, num_kv_heads=1, num_ctas=7)
+
+
 def works(blocks: st.SearchStrategy[int], least_ctas: int = 1) -> st.SearchStrategy[Work]:
     """Few streams or many, of numbers of blocks that are drawn for each or are equal for all wide ones."""
     some = st.lists(blocks, max_size=20)
@@ -70,6 +74,7 @@ def works(blocks: st.SearchStrategy[int], least_ctas: int = 1) -> st.SearchStrat
 @settings(max_examples=300)
 @given(works(st.one_of(st.integers(0, 3), st.integers(0, 500))), st.sampled_from(POLICIES))
 @example(Work([], [39], masked=30, num_kv_heads=2, num_ctas=132), "aligned")  # runs end in the middle of blocks
+@example(LEFTOVERS, "aligned")
 def test_every_block_of_every_stream_and_head_is_in_one_segment(work, policy):
     cut = work.cut(policy)
     assert 0.9 * work.num_ctas <= len(cut.cta_ptr) - 1 <= work.num_ctas
