@@ -2,13 +2,14 @@
 
     one kv head   |..|--- stream 0 ---|..|--- stream 1 ---|- 2 -|- 3 -|
     runs             |  r0   |   r1   |  |   r2  |   r3   |               .. .. 2 | 2 3     run r of head h: thread
-                                                                            r4      r5      block r K + h
+                                                                            r4      r5      block seat(r) K + h
 
 A stream that fills whole runs does so up to its last block, and what is left of all streams is laid end to end and
 shared by the other runs; where it makes runs shorter, a stream that fills most of one more has equal runs to itself. So
 equal streams are cut alike, and every kv head is. Thread blocks that read the same pages then do so at the same time:
 in K and V of other heads, which lie next to each other in memory, or once more for another pair of tiles, from the L2
-cache.
+cache. Runs are seated with those of other streams between them: neighbours share their way to that cache, and wide
+streams, which ask for little, leave it to narrow ones.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _ROUNDED_UP = (0.5, 0.75, 2.0)
 _CLOSE = 2e-3
 #: Of the cost of opening a segment, what a piece of a stretch must be worth for a run to begin or end with it.
 _LEAST_PIECE = 0.1
+#: Runs are seated by their multiples of it, modulo 1: any few that follow each other lie far apart.
+_GOLDEN = 0.6180339887498949
 #: Loads that are tried for a run, in units of the least that it can be.
 _LOADS = np.append(np.linspace(1.0, 1.3, 61), [1.5, 2.0, 3.0, 10.0, 1e9])
 
@@ -123,7 +126,8 @@ def aligned(work: Work, estimate: Estimate) -> Schedule:
     lo, hi = line.block_at(stretch, begin), line.block_at(stretch, end)
     run, stretch, lo, hi = (x[hi > lo] for x in (run, stretch, lo, hi))
     # Groups take turns: the same runs of all of them are neighbours.
-    cta = run[:, None] * num_groups + np.arange(num_groups)
+    seat = np.argsort(np.argsort(np.arange(num_runs) * _GOLDEN % 1))
+    cta = seat[run][:, None] * num_groups + np.arange(num_groups)
     order = np.argsort(cta.reshape(-1), kind="stable")
     piece, group = np.divmod(order, num_groups)
     stream = line.stream[stretch[piece]]
