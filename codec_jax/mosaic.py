@@ -77,6 +77,7 @@ def _attend(
     if plan.query_tokens > 1 and readers_of_tokens is None:
         positions = jnp.pad(rows.positions(forest, plan).reshape(-1), (0, TILE_ROWS))
         causal = pac_mosaic.Causal(node_start=forest.start, query_position=positions)
+    merges = pac_mosaic.Merges(plan.merge_ptr, plan.tile_unit, plan.used_rows)
     partials = pac_mosaic.pac(
         query,
         key_pages,
@@ -92,6 +93,7 @@ def _attend(
             structure=forest.structure.reshape(1),
             planned_structure=plan.structure.reshape(1),
         ),
+        merges,
         causal=causal,
         readers_of_tokens=readers_of_tokens,
         packing=packing,
@@ -101,10 +103,10 @@ def _attend(
     )
     out, row_max, row_sum = por_mosaic.por(
         *partials,
-        plan.merge_ptr,
-        plan.tile_unit,
+        merges.merge_ptr,
+        merges.tile_unit,
         forest.request_of_row,
-        plan.used_rows,
+        merges.used_rows,
         num_ctas=plan.runs.shape[0],
         packing=packing,
         query_shape=query.shape,

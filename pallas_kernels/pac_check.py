@@ -1,4 +1,7 @@
-"""Whether the plan still holds: every thread block of PAC looks at a few nodes, and POR heeds what they all find."""
+"""Whether the plan still holds: every thread block of PAC looks at a few nodes, and POR heeds what they all find.
+
+Having time for it, they look at what POR begins with, too, so that it comes from the L2 cache then.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ from pallas_kernels.pac_pipeline import Pipeline
 FOUND_GROUP = 128
 
 _AT_ONCE = 8  # loads in flight
+_LINE = 32  # int32 in a line of the L2 cache
 
 
 def check(pipeline: Pipeline) -> None:
@@ -25,5 +29,7 @@ def check(pipeline: Pipeline) -> None:
         return broken
 
     another = inputs.structure[0] != inputs.planned_structure[0]
+    for ref in (inputs.merge_ptr, inputs.tile_unit, inputs.used_rows):
+        another |= ref[jnp.minimum(cta * _LINE, ref.shape[0] - 1)] < -1  # no plan has that
     broken = lax.fori_loop(0, -(-nodes // (num_ctas * _AT_ONCE)), some, another)
     pipeline.outputs.broken[cta] = broken.astype(jnp.int32)

@@ -45,6 +45,14 @@ class Exactness(NamedTuple):
     planned_structure: jax.Array
 
 
+class Merges(NamedTuple):
+    """What POR begins with, as `por_mosaic.por` takes it; -1 or more."""
+
+    merge_ptr: jax.Array  # int32 [streams + 1]
+    tile_unit: jax.Array  # int32 [tiles]
+    used_rows: jax.Array  # int32 [1]
+
+
 class Causal(NamedTuple):
     """What masks among the last T tokens of each request need."""
 
@@ -62,6 +70,7 @@ def pac(
     segments: jax.Array,
     runs: jax.Array,
     exactness: Exactness,
+    merges: Merges,
     *,
     causal: Causal | None,
     readers_of_tokens: jax.Array | None = None,
@@ -84,6 +93,7 @@ def pac(
       runs: int32 [num_ctas, 12 + slots]: first segment and the one after the last of each thread block, the fields
         of the first, and the page ids of its first block.
       exactness: what the plan relies on.
+      merges: what is brought to the L2 cache for POR.
       causal: for T > 1 tokens that are causal among themselves; None otherwise.
       readers_of_tokens: int32 [blocks, slots * page_size], the rows that see each token, as in `Page.readers`; None if
         all tokens of a page are seen by the same rows, up to causality.
@@ -114,7 +124,7 @@ def pac(
     )
     inputs = [query.reshape(batch * tokens, num_q_heads, head_dim)]
     inputs += [x.reshape(-1, *x.shape[2:]) for x in (key_pages, value_pages)]
-    inputs += [request_of_row, node_length, pages, segments, runs, *exactness]
+    inputs += [request_of_row, node_length, pages, segments, runs, *exactness, *merges]
     masks = {} if causal is None else causal._asdict()
     if readers_of_tokens is not None:
         # One token for each thread of the warpgroup that prepares the mask.

@@ -34,6 +34,9 @@ class Inputs(NamedTuple):
     most_length: Any
     structure: Any
     planned_structure: Any
+    merge_ptr: Any
+    tile_unit: Any
+    used_rows: Any
     node_start: Any = None  # with causal masks only
     query_position: Any = None
     readers_of_tokens: Any = None  # with masks by token only: [blocks, BLOCK_TOKENS]

@@ -2,7 +2,8 @@
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,24 +22,44 @@ _THREAD = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)  # a token for each thread
 _Pages = tuple[Page, ...] | jax.Array  # or the readers of each token, where those are given
 
 
+class _Slot(NamedTuple):
+    """What the mask of a block needs to know of one of its pages, lengths looked up."""
+
+    readers: jax.Array
+    valid: jax.Array  # tokens from the page's first to the end of its node
+    position: jax.Array | None  # of its first token, with causal masks
+
+
+_Slots = tuple[_Slot, ...] | jax.Array  # or the readers of each token
+
+
 def prepare(pipeline: Pipeline) -> None:
     """Fill the query buffers, a tile for each lane, and the ring of mask columns."""
     scratch, sizes = pipeline.scratch, pipeline.sizes
 
     def work(segment: Segment, _: Segment, done: jax.Array, turn: jax.Array, __: None) -> None:
         wide = segment.is_wide
-        _stage(pipeline, segment.tile, segment.unit, segment.head, jnp.where(wide, 0, turn))
+        # A mask takes three trips to memory, one after another: make the second and third while query rows are copied.
+        pages = _pages_of(pipeline, segment.masked)
+        slots = _stage(
+            pipeline,
+            segment.tile,
+            segment.unit,
+            segment.head,
+            jnp.where(wide, 0, turn),
+            meanwhile=lambda: _look_up(pipeline, pages),
+        )
 
         @pl.when(wide)
         def _second_tile() -> None:
             _stage(pipeline, segment.other_tile, segment.other_unit, segment.head, 1)
 
-        def step(i: jax.Array, pages: _Pages, masked: bool) -> _Pages:
+        def step(i: jax.Array, slots: _Slots, masked: bool) -> _Slots:
             number = done + i
             slot = pipeline.slot(number)
             # Loads take as long as a block: ask for the next block's pages now.
-            following = _pages_of(pipeline, segment.lo + i + 1) if masked else pages
-            columns = _columns(pipeline, pages) if masked else []
+            following = _pages_of(pipeline, segment.lo + i + 1) if masked else None
+            columns = _columns(pipeline, slots) if masked else []
 
             @pl.when(number >= sizes.stages)
             def _wait() -> None:
@@ -47,12 +68,11 @@ def prepare(pipeline: Pipeline) -> None:
             for plane, values in enumerate(columns):
                 scratch.columns.at[slot, plane][...] = values
             plgpu.barrier_arrive(pipeline.full(scratch.keys_full, segment, number))
-            return following
+            return slots if following is None else _look_up(pipeline, following)
 
         middle = segment.masked - segment.lo
-        pages = _pages_of(pipeline, segment.masked)
-        pages = lax.fori_loop(0, middle, functools.partial(step, masked=False), pages)
-        lax.fori_loop(middle, segment.hi - segment.lo, functools.partial(step, masked=True), pages)
+        slots = lax.fori_loop(0, middle, functools.partial(step, masked=False), slots)
+        lax.fori_loop(middle, segment.hi - segment.lo, functools.partial(step, masked=True), slots)
 
     blocks = pipeline.each_segment(work)
     if sizes.interpreted:
@@ -66,8 +86,18 @@ def staging_arrivals(sizes: Sizes) -> int:
     return -(-sizes.packing.units // at_once) * at_once * (sizes.columns // 64)
 
 
-def _stage(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Array, buffer: Any) -> None:
-    """Gather the rows of a tile, together if they are consecutive in the query, and tile them for wgmma."""
+def _stage(
+    pipeline: Pipeline,
+    tile: jax.Array,
+    first: jax.Array,
+    head: jax.Array,
+    buffer: Any,
+    meanwhile: Callable[[], Any] = lambda: None,
+) -> Any:
+    """Gather the rows of a tile, together if they are consecutive in the query, and tile them for wgmma.
+
+    Returns what `meanwhile` does, which is called when the first copies are under way.
+    """
     inputs, scratch, sizes = pipeline.inputs, pipeline.scratch, pipeline.sizes
     packing, tokens = sizes.packing, sizes.query_tokens
     rows, at_once = packing.rows_of_unit, min(packing.units, _UNITS_AT_ONCE)
@@ -97,11 +127,20 @@ def _stage(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Arra
         @pl.when(first >= 0)
         def _together(columns: range = columns) -> None:
             copy(first, sizes.most_units, 0, 0, columns, scratch.query_together)
-            plgpu.barrier_wait(scratch.query_together)
 
         @pl.when(first < 0)
         def _unit_by_unit(some: Any = some) -> None:
             lax.fori_loop(0, -(-packing.units // at_once), some, None)
+
+        if begin == 0:
+            result = meanwhile()
+
+        @pl.when(first >= 0)
+        def _wait_for_all() -> None:
+            plgpu.barrier_wait(scratch.query_together)
+
+        @pl.when(first < 0)
+        def _wait_for_each() -> None:
             plgpu.barrier_wait(scratch.query_scattered)
 
         if begin == 0:
@@ -111,10 +150,11 @@ def _stage(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Arra
             scratch.query.at[buffer, :, pl.ds(column, 64)][...] = values
         plgpu.commit_smem()  # for wgmma, and before the next columns are copied to the staging buffer
     plgpu.barrier_arrive(scratch.query_full.at[buffer])
+    return result
 
 
 def _pages_of(pipeline: Pipeline, block: jax.Array) -> _Pages:
-    """Load what the mask of a block needs to know of its pages."""
+    """Load the entries of a block's pages."""
     ref = pipeline.inputs.pages
     at = jnp.minimum(block, ref.shape[0] - 1)
     if pipeline.sizes.by_token:
@@ -123,23 +163,37 @@ def _pages_of(pipeline: Pipeline, block: jax.Array) -> _Pages:
     return tuple(Page(None, *(ref[at, j, field] for field in fields)) for j in range(pipeline.sizes.slots))
 
 
-def _columns(pipeline: Pipeline, pages: _Pages) -> list[jax.Array]:
+def _look_up(pipeline: Pipeline, pages: _Pages) -> _Slots:
+    """Load the lengths (and positions) of the nodes that a block's pages belong to."""
+    if isinstance(pages, jax.Array):
+        return pages
+    inputs = pipeline.inputs
+    return tuple(
+        _Slot(
+            readers=page.readers,
+            valid=inputs.node_length[page.node] - page.token,
+            position=inputs.node_start[page.node] + page.token if pipeline.sizes.causal else None,
+        )
+        for page in pages
+    )
+
+
+def _columns(pipeline: Pipeline, slots: _Slots) -> list[jax.Array]:
     """Readers (and positions) of each token of a block; no reader, where a page is not full.
 
     Without causality, readers are marked where all tokens have the same, so that a block may be masked by row.
     """
-    if isinstance(pages, jax.Array):
-        return [pages]
-    inputs, page_size = pipeline.inputs, jnp.int32(pipeline.sizes.page_size)
+    if isinstance(slots, jax.Array):
+        return [slots]
+    page_size = jnp.int32(pipeline.sizes.page_size)
     index = plgpu.broadcasted_iota(jnp.int32, (BLOCK_TOKENS,), 0, layout=_THREAD)
     slot_of, offset = lax.div(index, page_size), lax.rem(index, page_size)
-    valid = [inputs.node_length[page.node] - page.token for page in pages]
     readers = position = plgpu.layout_cast(jnp.full((BLOCK_TOKENS,), 0, jnp.int32), _THREAD)
-    for j, page in enumerate(pages):
-        readers = jnp.where((slot_of == j) & (offset < valid[j]), page.readers, readers)
-        if pipeline.sizes.causal:
-            position = jnp.where(slot_of == j, inputs.node_start[page.node] + page.token + offset, position)
+    for j, slot in enumerate(slots):
+        readers = jnp.where((slot_of == j) & (offset < slot.valid), slot.readers, readers)
+        if slot.position is not None:
+            position = jnp.where(slot_of == j, slot.position + offset, position)
     if pipeline.sizes.causal:
         return [readers, position]
-    alike = [(page.readers == pages[0].readers) & (valid[j] >= page_size) for j, page in enumerate(pages)]
+    alike = [(slot.readers == slots[0].readers) & (slot.valid >= page_size) for slot in slots]
     return [readers | jnp.where(functools.reduce(operator.and_, alike), ALIKE, 0)]

@@ -99,7 +99,9 @@ def por(
         out_ref, max_ref, sum_ref, out_smem, row_smem = refs
         stream, part_of_head = lax.axis_index("stream"), lax.axis_index("part")
         tile, head = lax.div(stream, jnp.int32(num_kv_heads)), lax.rem(stream, jnp.int32(num_kv_heads))
+        # All that comes from memory is asked for at once; PAC has brought it to the L2 cache.
         first, last = ptr_ref[stream], ptr_ref[stream + 1]
+        unit, used_rows = unit_ref[tile], used_ref[0]
         begin = pl.multiple_of(part_of_head * columns, columns)
         rows = plgpu.Layout.WGMMA.reduce(1)
 
@@ -151,9 +153,8 @@ def por(
         acc, most, total = lax.fori_loop(0, few, functools.partial(step, first=few_first, at_once=grain.few), carry)
         spoiled = jnp.where(jnp.max(against) == 0, 0.0, jnp.nan).astype(jnp.float32)
         row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA)
-        merged = jnp.where(row + tile * packing.tile_rows < used_ref[0], acc / spread(jnp.maximum(total, 1e-30)), 0.0)
+        merged = jnp.where(row + tile * packing.tile_rows < used_rows, acc / spread(jnp.maximum(total, 1e-30)), 0.0)
         merged = (merged + spoiled).astype(dtype)
-        unit = unit_ref[tile]
 
         def place(number: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Return the entry of the query [B x T] and the first q head of a unit."""
