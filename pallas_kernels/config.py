@@ -12,9 +12,9 @@ class Config:
 
 
 #: Much work for each thread block: long blocks keep the tensor cores busy.
-LARGE = {64: Config(128, stages=5), 128: Config(128, stages=2), 256: Config(64, stages=2)}
+LARGE = {64: Config(128, stages=3), 128: Config(128, stages=2), 256: Config(64, stages=2)}
 #: Little work for each: short blocks, which can be dealt out more evenly and are done sooner after the last load.
-SMALL = {64: Config(128, stages=5), 128: Config(64, stages=2), 256: Config(64, stages=2)}
+SMALL = {64: Config(128, stages=3), 128: Config(64, stages=2), 256: Config(64, stages=2)}
 #: KV tokens for each thread block from which on LARGE is faster.
 LARGE_TOKENS = 4096
 

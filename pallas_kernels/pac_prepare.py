@@ -17,6 +17,7 @@ from pallas_kernels.compat import load
 from pallas_kernels.pac_pipeline import ALIKE, BLOCK_TOKENS, LANES, Pipeline, Sizes
 
 _UNITS_AT_ONCE = 8  # loads in flight while gathering
+_FEW_SLOTS = 4  # pages of a block whose entries fit in registers beside the query rows
 _THREAD = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)  # a token for each thread
 
 _Pages = tuple[Page, ...] | jax.Array  # or the readers of each token, where those are given
@@ -39,15 +40,15 @@ def prepare(pipeline: Pipeline) -> None:
 
     def work(segment: Segment, _: Segment, done: jax.Array, turn: jax.Array, __: None) -> None:
         wide = segment.is_wide
-        # A mask takes three trips to memory, one after another: make the second and third while query rows are copied.
-        pages = _pages_of(pipeline, segment.masked)
-        slots = _stage(
+        # What the first mask needs takes two trips to memory: where registers allow, while query rows are copied.
+        early = _pages_of(pipeline, segment.masked) if sizes.slots <= _FEW_SLOTS else None
+        looked_up = _stage(
             pipeline,
             segment.tile,
             segment.unit,
             segment.head,
             jnp.where(wide, 0, turn),
-            meanwhile=lambda: _look_up(pipeline, pages),
+            meanwhile=lambda: None if early is None else _look_up(pipeline, early),
         )
 
         @pl.when(wide)
@@ -71,6 +72,7 @@ def prepare(pipeline: Pipeline) -> None:
             return slots if following is None else _look_up(pipeline, following)
 
         middle = segment.masked - segment.lo
+        slots = _look_up(pipeline, _pages_of(pipeline, segment.masked)) if early is None else looked_up
         slots = lax.fori_loop(0, middle, functools.partial(step, masked=False), slots)
         lax.fori_loop(middle, segment.hi - segment.lo, functools.partial(step, masked=True), slots)
 
