@@ -77,6 +77,11 @@ SOURCES = {
         CROSSOVER, "benchmarks.crossover --peers --group 4 --own 256", tables.crossover, "crossover_h200"
     ),
     "decoding": Source(DECODING, "benchmarks.decoding --documents 120000", tables.decoding),
+    "invariance": Source(
+        ("invariance_h200", "invariance_xla_h200"),
+        "benchmarks.invariance --implementations mosaic",
+        tables.invariance,
+    ),
     "planning": Source(("planning",), "benchmarks.planning", tables.planning),
     "tuning": Source(TUNED, "benchmarks.tune --head-dim 128", tables.tuning),
     "ablation": Source(ABLATION, "benchmarks.ablation --part sharing fixed", tables.ablation),

@@ -171,6 +171,25 @@ def decoding(rows: list[dict]) -> str:
 STEP_PARTS = {"attention": "attention", "products": "products with weights", "other": "other kernels"}
 
 
+def invariance(rows: list[dict]) -> str:
+    """Show what batches of different composition make of the same prompts."""
+    lines = []
+    for row in rows:
+        agree = row["tokens_before_the_first_difference"]
+        lines.append([
+            row["model"],
+            row["implementation"],
+            row["composition"],
+            f"{agree.count(row['tokens'])} of {len(agree)}",
+            str(min(agree)),
+            f"{row['logits_difference']:.1e}",
+            f"{row['logprob_difference']:.1e}",
+        ])  # fmt: skip
+    same = f"prompts with the same {rows[0]['tokens']} tokens"
+    apart = "logits apart", "log-probabilities apart"
+    return markdown(["model", "path", "batches", same, "tokens agree for, at least", *apart], lines)
+
+
 def milliseconds(us: float | None) -> float | None:
     """Convert microseconds."""
     return None if us is None else us / 1e3

@@ -162,6 +162,18 @@ def test_decode_steps_stand_beside_each_other_in_milliseconds():
     ]
 
 
+def test_batches_of_other_composition_say_how_far_they_are_apart():
+    agree = {"tokens": 64, "tokens_before_the_first_difference": [64, 7, 64]}
+    row = agree | {"model": "m", "implementation": "mosaic", "composition": "all"}
+    row |= {"logits_difference": 0.012, "logprob_difference": 0.25}
+    assert tables.invariance([row]).split("\n") == [
+        "| model | path | batches | prompts with the same 64 tokens | tokens agree for, at least | logits apart "
+        "| log-probabilities apart |",
+        "|---|---|---|---|---|---|---|",
+        "| m | mosaic | all | 2 of 3 | 7 | 1.2e-02 | 2.5e-01 |",
+    ]
+
+
 def test_ablation_has_a_table_for_each_part_and_the_error_of_predictions():
     rows = [
         {"part": part, "name": name, "variant": variant, "kernel_us": us, "predicted_us": predicted}
