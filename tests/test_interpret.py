@@ -192,5 +192,9 @@ def test_a_missing_wait_is_a_race(
     heads, forest = Heads(2, 1, 64), Forest.from_nodes([-1], [200], [0])
     plan = plan_of(forest, heads, num_ctas=1, block_capacity=0)
     arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=16)
-    jax.block_until_ready(attend(*arrays, forest, plan, implementation="mosaic"))
-    assert RACE in capsys.readouterr().out
+    try:
+        jax.block_until_ready(attend(*arrays, forest, plan, implementation="mosaic"))
+        said = capsys.readouterr().out
+    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises what the versions before it print
+        said = str(error)
+    assert RACE in said
