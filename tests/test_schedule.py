@@ -53,7 +53,7 @@ class Work(NamedTuple):
         return divide(self.planned, self.planned.estimate(MODEL), policy)
 
 
-# What is left of the wide streams is cut into the last few runs, each of which leaves out a piece.
+# What is left of a wide stream fills a run but for the last digit of its cost.
 LEFTOVERS = Work(wide=[2176] * 6, narrow=[1787, 1444, 40, 2819, 23, 335, 1256], masked=0, num_kv_heads=1, num_ctas=7)
 
 
@@ -111,6 +111,19 @@ def loads(work: Work, cut: Schedule) -> np.ndarray:
     cost = 3.0 + 0.5 * (1 + wide) + cached
     cost += np.where(wide, 1.0, waiting_of(work)) * np.maximum(2.0 * blocks - cached, 0)
     return np.diff(np.pad(np.cumsum(cost), (1, 0))[cut.cta_ptr])
+
+
+@pytest.mark.parametrize("wide", [200, 700, 1500])
+def test_thread_blocks_with_wide_and_narrow_streams_alternate(wide):
+    work = Work(wide=[wide] * 2, narrow=[16] * 64, masked=0, num_kv_heads=8, num_ctas=128)
+    cut = work.cut()
+    first = cut.cta_ptr[:-1:8]  # of each run in the first head
+    kinds = work.is_wide[cut.stream[first]]
+    assert len(kinds) == 16
+    share = max(kinds.mean(), 1 - kinds.mean())
+    streaks = [len(list(streak)) for _, streak in itertools.groupby(kinds)]
+    assert 0.5 <= share < 1
+    assert max(streaks) <= np.ceil(2 * share / (1 - share))
 
 
 # 13 streams that fill 9.6 thread blocks each.
