@@ -17,6 +17,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A GPU would round the factors of float32 products to 10 bits, also in the references.
 jax.config.update("jax_default_matmul_precision", "highest")
 
+# What several test files share asserts, too: these say which values differ.
+pytest.register_assert_rewrite("attending", "kernel_calls", "paged_rows", "plan_cases", "small_checkpoints")
+
 hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("reproducible")
 

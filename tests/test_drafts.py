@@ -13,7 +13,7 @@ from flax import nnx
 from forests import Tree, ancestry, candidate_parents, depth_first, renumbered, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mosaic import Arrays, Heads, attend, check
+from kernel_calls import Arrays, Heads, attend, check
 
 from codec_jax import DraftTrees, Forest, KVPages, PagePool, Plan, make_plan, streams
 from codec_jax.attention import forest_attention

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forests import Tree, renumbered
-from test_mosaic import SIX, TREE, Arrays, Heads, attend, check, num_wide, plan_of
+from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, num_wide, plan_of
 
 from codec_jax import Forest, PagePool, mosaic, streams
 from pallas_kernels import pac_compute, pac_mosaic, por_mosaic

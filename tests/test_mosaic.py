@@ -1,312 +1,34 @@
-"""The Hopper kernels: lowered for CUDA on any machine, and held to float64 attention where there is such a GPU."""
+"""The kernels on a Hopper GPU, held to float64 attention of each request alone."""
 
-import re
-from functools import partial
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Tree, ancestry, renumbered, trees
+from forests import Tree, renumbered, trees
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from kernel_calls import (
+    CONFIGS,
+    PAGES,
+    SIX,
+    TREE,
+    Arrays,
+    Exact,
+    Heads,
+    attend,
+    attend_mosaic,
+    check,
+    grown,
+    num_wide,
+    plan_of,
+    seeds,
+)
 
-from codec_jax import DraftTrees, Forest, KVPages, PagePool, Plan, make_plan, mosaic, streams
+from codec_jax import DraftTrees, Forest, KVPages, PagePool, make_plan, streams
 from codec_jax.attention import forest_attention
 from codec_jax.pages import NO_SLOT
-from pallas_kernels.config import LARGE, SMALL
-from pallas_kernels.packing import TILE_ROWS, Packing
-
-PAGES = 192
-NODES = 128
-attend = jax.jit(forest_attention, static_argnames=("scale", "implementation", "return_residuals"))
-attend_mosaic = partial(attend, implementation="mosaic")
-seeds = st.integers(0, 2**32 - 1)
-
-
-class Heads(NamedTuple):
-    q: int
-    kv: int
-    dim: int
-
-
-def plan_of(forest: Forest, heads: Heads, **options: int) -> Plan:
-    """Plan as for an H200, on any machine; forests of up to PAGES pages and one tile or a few share a compilation."""
-    sizes = {
-        "num_ctas": 132,
-        "tile_rows": Packing.of(heads.q // heads.kv).tile_rows,
-        "block_tokens": LARGE.get(heads.dim, LARGE[128]).block_tokens,
-        "lanes": 2,
-        "block_capacity": 256,
-    }
-    return make_plan(forest, num_q_heads=heads.q, num_kv_heads=heads.kv, head_dim=heads.dim, **(sizes | options))
-
-
-def num_wide(plan: Plan) -> int:
-    """Count the segments of two tiles."""
-    segments = plan.segments[: plan.cta_ptr[-1]]
-    return int((segments[:, 0] != segments[:, 1]).sum())
-
-
-# --- On any machine: what is lowered ----------------------------------------------------------------------------
-
-
-class Call(NamedTuple):
-    """One call of the kernels: shapes, and the block that the planner is told to use."""
-
-    heads: Heads
-    block_tokens: int
-    page_size: int = 16
-    requests: int = 9
-    query_tokens: int = 1
-
-
-CONFIGS = sorted({(dim, config.block_tokens) for table in (LARGE, SMALL) for dim, config in table.items()})
-ONE_TILE = [Call(Heads(32, 8, dim), block, requests=3) for dim, block in CONFIGS]
-SEVERAL_TILES = [Call(Heads(32, 8, dim), block, requests=21, query_tokens=4) for dim, block in CONFIGS]
-LAYOUTS = [
-    Call(Heads(32, 32, 128), 128, page_size=256, requests=100),
-    Call(Heads(32, 16, 128), 64, page_size=8, query_tokens=33),
-    Call(Heads(6, 2, 64), 128, page_size=24, requests=1),
-    Call(Heads(28, 4, 128), 64, page_size=48, query_tokens=2),
-    Call(Heads(16, 1, 128), 128, page_size=128, requests=1),
-    Call(Heads(71, 1, 64), 128, page_size=32, requests=2),
-    Call(Heads(71, 1, 64), 128, page_size=64, query_tokens=3),
-    Call(Heads(8, 4, 256), 64, page_size=256, query_tokens=2),
-    Call(Heads(8, 8, 256), 64, page_size=8, requests=70),
-    Call(Heads(32, 8, 128), 128, requests=1024),
-]
-
-
-@pytest.mark.parametrize(
-    ("call", "dtype"),
-    [
-        *((call, jnp.bfloat16) for call in ONE_TILE),
-        *((call, jnp.float16) for call in SEVERAL_TILES),
-        *((call, (jnp.bfloat16, jnp.float16)[i % 2]) for i, call in enumerate(LAYOUTS)),
-    ],
-    ids=str,
-)
-def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(call: Call, dtype: Any) -> None:
-    heads, tokens = call.heads, call.query_tokens
-    forest = Forest.from_nodes([-1, 0], [200, 40], [1] * call.requests, page_size=call.page_size)
-    plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=call.block_tokens)
-    query = jax.ShapeDtypeStruct((call.requests, tokens, heads.q, heads.dim), dtype)
-    pages = jax.ShapeDtypeStruct((64, plan.slot_tokens, heads.kv, heads.dim), dtype)
-
-    def attend(*arguments: Any) -> jax.Array:
-        return mosaic.attend(*arguments, scale=0.1)[0]
-
-    lowered = jax.jit(attend).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
-    assert (lowered.out_info.shape, lowered.out_info.dtype) == (query.shape, dtype)
-    text = lowered.as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
-    assert "stablehlo.transpose" not in text
-    assert tokens > 1 or "stablehlo.gather" not in text
-
-
-def test_calls_of_a_step_that_differ_only_in_their_arrays_are_lowered_once() -> None:
-    heads, forest = Heads(8, 2, 128), Forest.from_nodes([-1, 0], [200, 40], [1])
-    plan = plan_of(forest, heads, block_tokens=128)
-    query = jax.ShapeDtypeStruct((1, 1, heads.q, heads.dim), jnp.bfloat16)
-    pages = jax.ShapeDtypeStruct((64, plan.slot_tokens, heads.kv, heads.dim), jnp.bfloat16)
-
-    def layers(query: jax.Array, *arguments: Any) -> jax.Array:
-        for _ in range(3):
-            query = mosaic.attend(query, *arguments, scale=0.1)[0]
-        return query
-
-    lowered = jax.jit(layers).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
-
-
-def test_draft_trees_lower_for_cuda_as_two_kernels_with_one_column_of_masks() -> None:
-    heads, tokens, requests = Heads(32, 8, 128), 9, 5
-    forest = Forest.from_nodes([-1, *[0] * requests], [200, *[40] * requests], range(1, requests + 1))
-    query = jax.ShapeDtypeStruct((requests, tokens, heads.q, heads.dim), jnp.bfloat16)
-    for block_tokens in (64, 128):
-        plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=block_tokens)
-        pages = jax.ShapeDtypeStruct((64, plan.slot_tokens, heads.kv, heads.dim), jnp.bfloat16)
-        readers = jax.ShapeDtypeStruct((plan.pages.shape[0], block_tokens), jnp.int32)
-
-        def attend(*arguments: Any) -> jax.Array:
-            *inputs, readers = arguments
-            return mosaic.attend(*inputs, 0.1, readers)[0]
-
-        traced = jax.jit(attend).trace(query, pages, pages, forest, plan, readers)
-        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
-
-
-# --- On any machine: what is refused ----------------------------------------------------------------------------
-
-
-def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
-    return SimpleNamespace(platform=platform, compute_capability=capability, device_kind="a test's device")
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({}, None),
-        ({"head_dim": 64}, None),
-        ({"block_tokens": 64}, None),
-        ({"page_size": 256}, None),
-        (
-            {"device": device(capability="8.0")},
-            r"it needs a Hopper GPU \(sm_90\), the default device is a test's device",
-        ),
-        ({"device": device(capability="10.0")}, "it needs a Hopper GPU"),
-        ({"device": device("cpu")}, "it needs a Hopper GPU"),
-        ({"query": jnp.float32}, "it takes bfloat16 or float16, the same for all, got float32 and bfloat16"),
-        ({"pages": jnp.float16}, "it takes bfloat16 or float16, the same for all, got bfloat16 and float16"),
-        ({"head_dim": 96}, "it takes head sizes 64, 128, 256, got 96"),
-        ({"lanes": 1}, "it takes plans of 64 rows a tile, 2 lanes and blocks of 64 or 128 tokens, got .* 1 lanes"),
-        ({"tile_rows": 16}, "it takes plans of 64 rows a tile, .*, got 16 rows"),
-        ({"block_tokens": 256}, "blocks of 64 or 128 tokens, got .* blocks of 256 tokens"),
-        ({"head_dim": 256, "block_tokens": 128}, "blocks of 64 tokens, got .* blocks of 128 tokens"),
-    ],
-    ids=str,
-)
-def test_why_not_names_what_the_kernels_do_not_take(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], reason: str | None
-) -> None:
-    options = dict(changed)
-    head_dim, page_size = options.pop("head_dim", 128), options.pop("page_size", 16)
-    default_device = options.pop("device", device())
-    query = jax.ShapeDtypeStruct((1, 1, 8, head_dim), options.pop("query", jnp.bfloat16))
-    pages = jax.ShapeDtypeStruct((64, page_size, 2, head_dim), options.pop("pages", jnp.bfloat16))
-    forest = Forest.from_nodes([-1], [40], [0], page_size=page_size)
-    plan = plan_of(forest, Heads(8, 2, head_dim), **options)
-    monkeypatch.setattr(jax, "devices", lambda: [default_device])
-    got = mosaic.why_not(query, pages, plan)
-    assert got is None if reason is None else re.search(reason, got)
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says why there is no Hopper GPU; here may be one")
-def test_without_a_hopper_gpu_the_reason_is_the_device() -> None:
-    forest = Forest.from_nodes([-1], [20], [0])
-    query, pages = jnp.zeros((1, 1, 8, 64), jnp.bfloat16), jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
-    plan = plan_of(forest, Heads(8, 2, 64))
-    assert "Hopper" in mosaic.why_not(query, pages, plan)
-    with pytest.raises(ValueError, match=r"implementation: 'mosaic' cannot serve: .*Hopper.*'xla'"):
-        forest_attention(query, pages, pages, forest, plan, implementation="mosaic")
-
-
-# --- On a Hopper GPU: float64 attention of each request alone ----------------------------------------------------
-
-
-class Arrays(NamedTuple):
-    """A query and pages. What no request reads is as large as the dtype allows; a free request slot's query is NaN."""
-
-    query: jax.Array
-    key_pages: jax.Array
-    value_pages: jax.Array
-
-    @classmethod
-    def random(
-        cls, forest: Forest, heads: Heads, dtype: Any, seed: int, query_tokens: int = 1, num_pages: int = PAGES
-    ) -> "Arrays":
-        rng = np.random.default_rng(seed)
-        query = rng.normal(size=(forest.request_capacity, query_tokens, heads.q, heads.dim))
-        query[~forest.active] = np.nan
-        shape = (num_pages * forest.page_size, heads.kv, heads.dim)
-        read = [forest.context_slots(request) for request in np.flatnonzero(forest.active)]
-        slots = np.unique(np.concatenate(read))
-        pages = []
-        for sign in (1, -1):
-            tokens = np.full(shape, sign * float(jnp.finfo(dtype).max), np.float32)
-            tokens[slots] = rng.standard_normal(size=(len(slots), *shape[1:]), dtype=np.float32)
-            pages.append(jnp.asarray(tokens, dtype).reshape(num_pages, forest.page_size, *shape[1:]))
-        return cls(jnp.asarray(query, dtype), *pages)
-
-
-class Exact(NamedTuple):
-    """Attention of one request's T tokens in float64: [T, N, H], [T, N] and [T, N, H]."""
-
-    out: np.ndarray
-    logsumexp: np.ndarray  # -inf where a token sees nothing
-    error: np.ndarray  # what rounding the weights and the result to the dtype may cost
-
-    @classmethod
-    def of(
-        cls,
-        arrays: Arrays,
-        forest: Forest,
-        request: int,
-        scale: float | None = None,
-        parent: list[int] | None = None,
-    ) -> "Exact":
-        eps = float(jnp.finfo(arrays.query.dtype).eps)
-        query = np.asarray(arrays.query[request], np.float64)
-        tokens, q_heads, head_dim = query.shape
-        slots = forest.context_slots(request)
-        kv_heads = arrays.key_pages.shape[2]
-        key, value = (
-            np.asarray(np.asarray(pages).reshape(-1, kv_heads, head_dim)[slots], np.float64).transpose(1, 0, 2)
-            for pages in arrays[1:]
-        )
-        rows = query.reshape(tokens, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
-        scores = rows @ key[:, None].swapaxes(2, 3) * (head_dim**-0.5 if scale is None else scale)
-        visible = np.arange(len(slots)) <= len(slots) - tokens + np.arange(tokens)[:, None]
-        if parent is not None:
-            visible[:, len(slots) - tokens :] = [
-                [t in ancestry(parent, i) for t in range(tokens)] for i in range(tokens)
-            ]
-        scores = np.where(visible, scores, -np.inf)
-        most = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), -1e300)
-        weights = np.exp(scores - most)
-        total = weights.sum(axis=-1, keepdims=True)
-        weights = weights / np.where(total, total, 1.0)
-        out, size = (
-            (weights @ v[:, None]).transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
-            for v in (value, np.abs(value))
-        )
-        with np.errstate(divide="ignore"):
-            logsumexp = (np.where(total, most, 0.0) + np.log(total))[..., 0]
-        # Half of eps each for weights and result, and a little for float32 sums and exp2.
-        return cls(out, logsumexp.transpose(2, 0, 1).reshape(tokens, q_heads), 1.05 * eps * size + 1e-5)
-
-
-def check(
-    arrays: Arrays,
-    forest: Forest,
-    plan: Plan,
-    *,
-    requests: Any = None,
-    scale: float | None = None,
-    implementation: str = "mosaic",
-    parent: list[list[int]] | None = None,
-) -> None:
-    """Compare output and residuals of some requests, or of all, with float64 attention; free request slots give 0.
-
-    `parent` gives each request's candidates the candidate above them, in depth-first order.
-    """
-    drafts = None if parent is None else DraftTrees.from_parents(np.asarray(parent))
-    out, residuals = attend(
-        *arrays, forest, plan, drafts=drafts, scale=scale, implementation=implementation, return_residuals=True
-    )
-    assert out.dtype == arrays.query.dtype
-    out, row_max, row_sum = (np.asarray(x, np.float64) for x in (out, *residuals))
-    free = ~np.asarray(forest.active)
-    assert (out[free] == 0).all()
-    assert (row_max[free] == -np.inf).all()
-    assert (row_sum[free] == 0).all()
-    for request in np.flatnonzero(forest.active) if requests is None else requests:
-        exact = Exact.of(arrays, forest, request, scale, None if parent is None else parent[request])
-        excess = np.abs(out[request] - exact.out) - exact.error
-        assert excess.max() <= 0, f"request {request}: error is {excess.max()} more than {exact.error.max()}"
-        with np.errstate(divide="ignore"):
-            logsumexp = row_max[request] + np.log(row_sum[request])
-        np.testing.assert_allclose(logsumexp, exact.logsumexp, atol=1e-4, rtol=1e-6)
-
-
-def grown(tree: Tree, page_size: int = 16, seed: int | None = None, **capacities: int) -> Forest:
-    """The tree as a forest of fixed capacities, on scattered pages if there is a seed."""
-    forest = Forest.from_nodes(*tree, page_size=page_size, node_capacity=NODES, **capacities)
-    pages = np.arange(PAGES) if seed is None else np.random.default_rng(seed).permutation(PAGES)
-    return forest.rebuild(entries=pages[forest.used_pages].astype(np.int32), entry_capacity=PAGES)
+from pallas_kernels.packing import TILE_ROWS
 
 
 @pytest.fixture
@@ -350,10 +72,6 @@ def test_random_forests_equal_dense_attention(
     check_one()
     several_tiles = 10 * query_tokens * heads.q // heads.kv > 2 * TILE_ROWS
     assert (wide > 0) == several_tiles
-
-
-# One request ends at an inner node, two at the same leaf; nodes without tokens, of one token, and of full blocks.
-TREE = Tree([-1, 0, 0, 1, -1, 4], [300, 40, 0, 129, 1, 64], [3, 2, 1, 3, 5, 4, 0])
 
 
 @pytest.mark.gpu
@@ -554,10 +272,6 @@ def test_one_token_far_above_all_others_gives_its_value(dtype: Any) -> None:
     value = jnp.repeat(arrays.value_pages.reshape(-1, 8, 128)[slot], 4, axis=0)
     for request in (0, 3):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out[request, 0], value)), rtol=1e-3)
-
-
-# Six requests whose leaves lie side by side in one tile, so that each row passes over the pages of the others.
-SIX = Tree([-1, *[0] * 6], [100, 5, 17, 30, 128, 1, 64], list(range(1, 7)))
 
 
 @pytest.mark.gpu

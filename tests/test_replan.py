@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import Case, assert_computes_everything_once, cases, pages_of, room, used_segments, visible
+from plan_cases import Case, assert_computes_everything_once, cases, pages_of, room, used_segments, visible
 
 from codec_jax import Forest, OutOfPagesError, PagePool, make_plan
 from codec_jax import replan as replanning

@@ -1,0 +1,167 @@
+"""Calls of the Hopper kernels, and what they should give: float64 attention of each request alone."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from forests import Tree, ancestry
+from hypothesis import strategies as st
+
+from codec_jax import DraftTrees, Forest, Plan, make_plan
+from codec_jax.attention import forest_attention
+from pallas_kernels.config import LARGE, SMALL
+from pallas_kernels.packing import Packing
+
+PAGES = 192
+NODES = 128
+attend = jax.jit(forest_attention, static_argnames=("scale", "implementation", "return_residuals"))
+attend_mosaic = partial(attend, implementation="mosaic")
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Heads(NamedTuple):
+    q: int
+    kv: int
+    dim: int
+
+
+def plan_of(forest: Forest, heads: Heads, **options: int) -> Plan:
+    """Plan as for an H200, on any machine; forests of up to PAGES pages and one tile or a few share a compilation."""
+    sizes = {
+        "num_ctas": 132,
+        "tile_rows": Packing.of(heads.q // heads.kv).tile_rows,
+        "block_tokens": LARGE.get(heads.dim, LARGE[128]).block_tokens,
+        "lanes": 2,
+        "block_capacity": 256,
+    }
+    return make_plan(forest, num_q_heads=heads.q, num_kv_heads=heads.kv, head_dim=heads.dim, **(sizes | options))
+
+
+def num_wide(plan: Plan) -> int:
+    """Count the segments of two tiles."""
+    segments = plan.segments[: plan.cta_ptr[-1]]
+    return int((segments[:, 0] != segments[:, 1]).sum())
+
+
+CONFIGS = sorted({(dim, config.block_tokens) for table in (LARGE, SMALL) for dim, config in table.items()})
+
+
+class Arrays(NamedTuple):
+    """A query and pages. What no request reads is as large as the dtype allows; a free request slot's query is NaN."""
+
+    query: jax.Array
+    key_pages: jax.Array
+    value_pages: jax.Array
+
+    @classmethod
+    def random(
+        cls, forest: Forest, heads: Heads, dtype: Any, seed: int, query_tokens: int = 1, num_pages: int = PAGES
+    ) -> "Arrays":
+        rng = np.random.default_rng(seed)
+        query = rng.normal(size=(forest.request_capacity, query_tokens, heads.q, heads.dim))
+        query[~forest.active] = np.nan
+        shape = (num_pages * forest.page_size, heads.kv, heads.dim)
+        read = [forest.context_slots(request) for request in np.flatnonzero(forest.active)]
+        slots = np.unique(np.concatenate(read))
+        pages = []
+        for sign in (1, -1):
+            tokens = np.full(shape, sign * float(jnp.finfo(dtype).max), np.float32)
+            tokens[slots] = rng.standard_normal(size=(len(slots), *shape[1:]), dtype=np.float32)
+            pages.append(jnp.asarray(tokens, dtype).reshape(num_pages, forest.page_size, *shape[1:]))
+        return cls(jnp.asarray(query, dtype), *pages)
+
+
+class Exact(NamedTuple):
+    """Attention of one request's T tokens in float64: [T, N, H], [T, N] and [T, N, H]."""
+
+    out: np.ndarray
+    logsumexp: np.ndarray  # -inf where a token sees nothing
+    error: np.ndarray  # what rounding the weights and the result to the dtype may cost
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Arrays,
+        forest: Forest,
+        request: int,
+        scale: float | None = None,
+        parent: list[int] | None = None,
+    ) -> "Exact":
+        eps = float(jnp.finfo(arrays.query.dtype).eps)
+        query = np.asarray(arrays.query[request], np.float64)
+        tokens, q_heads, head_dim = query.shape
+        slots = forest.context_slots(request)
+        kv_heads = arrays.key_pages.shape[2]
+        key, value = (
+            np.asarray(np.asarray(pages).reshape(-1, kv_heads, head_dim)[slots], np.float64).transpose(1, 0, 2)
+            for pages in arrays[1:]
+        )
+        rows = query.reshape(tokens, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
+        scores = rows @ key[:, None].swapaxes(2, 3) * (head_dim**-0.5 if scale is None else scale)
+        visible = np.arange(len(slots)) <= len(slots) - tokens + np.arange(tokens)[:, None]
+        if parent is not None:
+            visible[:, len(slots) - tokens :] = [
+                [t in ancestry(parent, i) for t in range(tokens)] for i in range(tokens)
+            ]
+        scores = np.where(visible, scores, -np.inf)
+        most = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), -1e300)
+        weights = np.exp(scores - most)
+        total = weights.sum(axis=-1, keepdims=True)
+        weights = weights / np.where(total, total, 1.0)
+        out, size = (
+            (weights @ v[:, None]).transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
+            for v in (value, np.abs(value))
+        )
+        with np.errstate(divide="ignore"):
+            logsumexp = (np.where(total, most, 0.0) + np.log(total))[..., 0]
+        # Half of eps each for weights and result, and a little for float32 sums and exp2.
+        return cls(out, logsumexp.transpose(2, 0, 1).reshape(tokens, q_heads), 1.05 * eps * size + 1e-5)
+
+
+def check(
+    arrays: Arrays,
+    forest: Forest,
+    plan: Plan,
+    *,
+    requests: Any = None,
+    scale: float | None = None,
+    implementation: str = "mosaic",
+    parent: list[list[int]] | None = None,
+) -> None:
+    """Compare output and residuals of some requests, or of all, with float64 attention; free request slots give 0.
+
+    `parent` gives each request's candidates the candidate above them, in depth-first order.
+    """
+    drafts = None if parent is None else DraftTrees.from_parents(np.asarray(parent))
+    out, residuals = attend(
+        *arrays, forest, plan, drafts=drafts, scale=scale, implementation=implementation, return_residuals=True
+    )
+    assert out.dtype == arrays.query.dtype
+    out, row_max, row_sum = (np.asarray(x, np.float64) for x in (out, *residuals))
+    free = ~np.asarray(forest.active)
+    assert (out[free] == 0).all()
+    assert (row_max[free] == -np.inf).all()
+    assert (row_sum[free] == 0).all()
+    for request in np.flatnonzero(forest.active) if requests is None else requests:
+        exact = Exact.of(arrays, forest, request, scale, None if parent is None else parent[request])
+        excess = np.abs(out[request] - exact.out) - exact.error
+        assert excess.max() <= 0, f"request {request}: error is {excess.max()} more than {exact.error.max()}"
+        with np.errstate(divide="ignore"):
+            logsumexp = row_max[request] + np.log(row_sum[request])
+        np.testing.assert_allclose(logsumexp, exact.logsumexp, atol=1e-4, rtol=1e-6)
+
+
+def grown(tree: Tree, page_size: int = 16, seed: int | None = None, **capacities: int) -> Forest:
+    """The tree as a forest of fixed capacities, on scattered pages if there is a seed."""
+    forest = Forest.from_nodes(*tree, page_size=page_size, node_capacity=NODES, **capacities)
+    pages = np.arange(PAGES) if seed is None else np.random.default_rng(seed).permutation(PAGES)
+    return forest.rebuild(entries=pages[forest.used_pages].astype(np.int32), entry_capacity=PAGES)
+
+
+# One request ends at an inner node, two at the same leaf; nodes without tokens, of one token, and of full blocks.
+TREE = Tree([-1, 0, 0, 1, -1, 4], [300, 40, 0, 129, 1, 64], [3, 2, 1, 3, 5, 4, 0])
+
+# Six requests whose leaves lie side by side in one tile, so that each row passes over the pages of the others.
+SIX = Tree([-1, *[0] * 6], [100, 5, 17, 30, 128, 1, 64], list(range(1, 7)))
