@@ -94,6 +94,20 @@ def test_every_block_of_every_stream_and_head_is_in_one_segment(work, policy):
     ]
 
 
+@settings(max_examples=1500)
+@given(works(st.one_of(st.integers(0, 40), st.integers(0, 3000))))
+def test_segments_follow_each_other_however_costs_are_rounded(work):
+    cut = work.cut()
+    assert cut.cta_ptr[-1] == len(cut.lo)
+    order = np.lexsort((cut.lo, cut.head, cut.stream))
+    stream, head, lo, hi = (x[order] for x in (cut.stream, cut.head, cut.lo, cut.hi))
+    begins = np.append(True, (stream[1:] != stream[:-1]) | (head[1:] != head[:-1]))[: len(lo)]
+    filled = np.flatnonzero(work.blocks)
+    assert stream[begins].tolist() == np.repeat(filled, work.num_kv_heads).tolist()
+    np.testing.assert_array_equal(lo, np.where(begins, work.ptr[stream], np.roll(hi, 1)))
+    np.testing.assert_array_equal(hi[np.roll(begins, -1)], work.ptr[stream + 1][np.roll(begins, -1)])
+
+
 def waiting_of(work: Work) -> float:
     """How much of narrow blocks' wait shows: what memory takes beyond the arithmetic, over what could be waited for."""
     blocks = np.stack([work.unmasked, work.blocks - work.unmasked])  # [unmasked or masked, streams]
