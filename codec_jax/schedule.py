@@ -166,11 +166,11 @@ def _runs_alone(
     up = runs - filled > np.asarray(_ROUNDED_UP)[:, None, None]  # [ways, loads, large]
     even = up | (body[large] - filled * room < line.unit[large, 0] / 2)  # nothing, or no block, is left
     left = np.where(even, 0.0, body[large] - filled * room)
-    shared = np.where(left > 1e-6 * least, left + opening[large], 0.0).sum(-1)  # [ways, loads]
+    shared = np.where(left > 0, left + opening[large], 0.0).sum(-1)  # [ways, loads]
     shared += (body + opening).sum() - (body + opening)[large].sum()
     shared += opening.max() * np.floor(shared / loads)  # a cut opens one more segment
     filled = filled + up
-    enough = filled.sum(-1) + np.ceil(shared / loads - 1e-6) <= num_runs
+    enough = filled.sum(-1) + np.maximum(np.ceil(shared / loads - 1e-6), shared > 0) <= num_runs
     lightest = np.argmax(enough, axis=1)
     way = int(np.argmin(lightest))
     filled, even, room = filled[way, lightest[way]], even[way, lightest[way]], room[lightest[way]]
@@ -197,9 +197,9 @@ def whole_runs(line: Line, num_runs: int) -> Pieces:
     begin, end = (left[stretch] + n * size[stretch] for n in (nth, nth + 1))
     alone = Pieces(np.arange(len(stretch)), stretch, begin, end)
     # Runs of what is left, end to end, each piece after the cost of its segment.
-    rest = np.flatnonzero(left > 1e-6 * least)
+    rest = np.flatnonzero(line.block_at(np.arange(len(body)), left))
     others = num_runs - len(stretch)
-    if not len(rest) or others <= 0:
+    if not len(rest):
         return alone
     last = np.cumsum((left + opening)[rest])
     first = np.concatenate([[0.0], last[:-1]])

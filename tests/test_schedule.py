@@ -95,7 +95,7 @@ def test_every_block_of_every_stream_and_head_is_in_one_segment(work, policy):
 
 
 @settings(max_examples=1500)
-@given(works(st.one_of(st.integers(0, 40), st.integers(0, 3000))))
+@given(works(st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(0, 200_000))))
 def test_segments_follow_each_other_however_costs_are_rounded(work):
     cut = work.cut()
     assert cut.cta_ptr[-1] == len(cut.lo)
