@@ -1,6 +1,6 @@
 """Forests of one set of capacities, layouts for them, and attention of each request alone in float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,18 +9,13 @@ import jax
 import numpy as np
 import pytest
 from forests import Tree, contexts, trees
-from hypothesis import strategies as st
 
-from codec_jax import Forest, Plan, make_plan, streams
+from codec_jax import Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
 
 # Capacities that all forests here share, so that each layout below compiles once.
 REQUESTS, NODES, ENTRIES, PAGES = 10, 128, 128, 128
 SOME_TREES = trees(max_nodes=10, max_length=50, max_requests=8)
-seeds = st.integers(0, 2**32 - 1)
-
-# A document with two sections; four requests, one of them twice in the same place, in an order that is not depth first.
-TREE = Tree(parent=[-1, 0, 0, 1], length=[70, 20, 33, 5], leaf=[3, 2, 1, 3])
 
 
 class Layout(NamedTuple):
@@ -76,20 +71,6 @@ LAYOUTS = {
     "pairs of tiles of 63 rows": Layout(6, 2, 80, query_tokens=5, tile_rows=63, block_tokens=48, lanes=2),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def wide_streams() -> Iterator[None]:
-    """Let pairs of tiles share even the little that small forests have for both."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", 24)
-        yield
-
-
-def num_wide(plan: Plan) -> int:
-    """Count the segments of two tiles."""
-    segments = plan.segments[: plan.cta_ptr[-1]]
-    return int((segments[:, 0] != segments[:, 1]).sum())
 
 
 class Reference(NamedTuple):

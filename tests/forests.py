@@ -6,6 +6,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 page_sizes = st.sampled_from([8, 16, 24, 32])
+seeds = st.integers(0, 2**32 - 1)
 
 
 class Tree(NamedTuple):
@@ -14,6 +15,10 @@ class Tree(NamedTuple):
     parent: list[int]
     length: list[int]
     leaf: list[int]
+
+
+# A document with two sections; four requests, one of them twice in the same place, in an order that is not depth first.
+SECTIONS = Tree(parent=[-1, 0, 0, 1], length=[70, 20, 33, 5], leaf=[3, 2, 1, 3])
 
 
 @st.composite

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from forests import Tree, ancestry
-from hypothesis import strategies as st
 
 from codec_jax import DraftTrees, Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
@@ -18,7 +17,6 @@ PAGES = 192
 NODES = 128
 attend = jax.jit(forest_attention, static_argnames=("scale", "implementation", "return_residuals"))
 attend_mosaic = partial(attend, implementation="mosaic")
-seeds = st.integers(0, 2**32 - 1)
 
 
 class Heads(NamedTuple):
@@ -37,12 +35,6 @@ def plan_of(forest: Forest, heads: Heads, **options: int) -> Plan:
         "block_capacity": 256,
     }
     return make_plan(forest, num_q_heads=heads.q, num_kv_heads=heads.kv, head_dim=heads.dim, **(sizes | options))
-
-
-def num_wide(plan: Plan) -> int:
-    """Count the segments of two tiles."""
-    segments = plan.segments[: plan.cta_ptr[-1]]
-    return int((segments[:, 0] != segments[:, 1]).sum())
 
 
 CONFIGS = sorted({(dim, config.block_tokens) for table in (LARGE, SMALL) for dim, config in table.items()})

@@ -13,7 +13,6 @@ from codec_jax.flash_decoding import flash_attn_with_kvcache, plans
 
 ROWS, WIDTH, PAGE, BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 16, 48, 4, 2, 64
 ROOM = WIDTH * PAGE
-seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from forests import ancestry, page_sizes, trees
 from hypothesis import strategies as st
 
-from codec_jax import Forest, PagePool, Plan, make_plan
+from codec_jax import Forest, PagePool, Plan, make_plan, streams
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 TILING = {"num_ctas": 3, "tile_rows": 8, "block_tokens": 32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wide_streams() -> Iterator[None]:
+    """Let pairs of tiles share even the little that small forests have for both."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", 24)
+        yield
 
 
 class Case(NamedTuple):
@@ -100,6 +109,12 @@ class Page(NamedTuple):
     token: int
     lo: int
     hi: int
+
+
+def num_wide(plan: Plan) -> int:
+    """Count the segments of two tiles."""
+    segments = plan.segments[: plan.cta_ptr[-1]]
+    return int((segments[:, 0] != segments[:, 1]).sum())
 
 
 def used_segments(plan):

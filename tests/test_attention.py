@@ -11,7 +11,6 @@ from attending import (
     PAGES,
     REQUESTS,
     SOME_TREES,
-    TREE,
     Layout,
     assert_close,
     attend,
@@ -21,15 +20,16 @@ from attending import (
     forest_of,
     jax_nn_attention,
     jitted,
-    num_wide,
-    seeds,
     slots_of,
-    wide_streams,  # noqa: F401
     with_residuals,
 )
-from forests import Tree, contexts
+from forests import SECTIONS, Tree, contexts, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import (
+    num_wide,
+    wide_streams,  # noqa: F401
+)
 
 from codec_jax import Forest
 from codec_jax.partial import Partial, pac, por
@@ -96,9 +96,9 @@ def test_half_precision_is_exact_up_to_the_rounding_of_the_output(
     layout = Layout(query_tokens=query_tokens)
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(x, dtype) for x in layout.arrays(rng))
-    forest = forest_of(TREE)
+    forest = forest_of(SECTIONS)
     out, (row_max, row_sum) = with_residuals(query, key, value, forest, layout.plan(forest))
-    want = attend_each(*(np.asarray(x, np.float32) for x in (query, key, value)), contexts(TREE, 16))
+    want = attend_each(*(np.asarray(x, np.float32) for x in (query, key, value)), contexts(SECTIONS, 16))
     chex.assert_type([out, row_max, row_sum], [dtype, jnp.float32, jnp.float32])
     chex.assert_trees_all_close(np.asarray(out, np.float64), want.out, rtol=2 * rounding, atol=2 * rounding)
     assert_close(row_max, want.max)
@@ -134,10 +134,10 @@ def test_rows_of_a_block_table_read_their_own_pages(data: st.DataObject, seed: i
 
 @pytest.mark.parametrize("scale", [0.0, -1.5])
 def test_scale_is_the_factor_on_the_scores(scale: float) -> None:
-    layout, forest = Layout(), forest_of(TREE)
+    layout, forest = Layout(), forest_of(SECTIONS)
     query, key, value = layout.arrays(np.random.default_rng(0))
     out, (row_max, row_sum) = jitted(scale=scale, return_residuals=True)(query, key, value, forest, layout.plan(forest))
-    want = attend_each(query, key, value, contexts(TREE, 16), scale)
+    want = attend_each(query, key, value, contexts(SECTIONS, 16), scale)
     # Scores have a standard deviation of 8 |scale|, and an error in proportion.
     assert_close(out, want.out, atol=1e-5 * max(1.0, 8 * abs(scale)))
     assert_close(row_max, want.max)
@@ -171,7 +171,7 @@ def test_a_forest_without_any_token_attends_to_nothing() -> None:
 
 def test_residuals_let_further_tokens_be_merged() -> None:
     """Attention over the forest, merged with PAC over tokens from elsewhere, is attention over both."""
-    layout, forest, extra = Layout(), forest_of(TREE), 9
+    layout, forest, extra = Layout(), forest_of(SECTIONS), 9
     rng = np.random.default_rng(0)
     query, key, value = layout.arrays(rng)
     more_key, more_value = (rng.normal(size=(REQUESTS, extra, 2, 64)).astype(np.float32) for _ in range(2))
@@ -185,7 +185,7 @@ def test_residuals_let_further_tokens_be_merged() -> None:
         Partial(*(x[..., 0] if x.ndim == 4 else x[..., 0, :] for x in (further.out, further.max, further.sum))),
     )
 
-    for request, context in enumerate(contexts(TREE, 16)):
+    for request, context in enumerate(contexts(SECTIONS, 16)):
         union = (
             np.concatenate([x.reshape(-1, 2, 64)[context], more[request]])
             for x, more in ((key, more_key), (value, more_value))
@@ -199,7 +199,7 @@ def test_residuals_let_further_tokens_be_merged() -> None:
 def test_one_compilation_serves_all_forests_of_the_same_capacities() -> None:
     layout, attend_once = Layout(), jitted()
     arrays = layout.arrays(np.random.default_rng(0))
-    for tree in (TREE, Tree([-1], [1], [0]), Tree([-1], [0], [0]), Tree([-1] * 8, [50] * 8, list(range(8)))):
+    for tree in (SECTIONS, Tree([-1], [1], [0]), Tree([-1], [0], [0]), Tree([-1] * 8, [50] * 8, list(range(8)))):
         forest = forest_of(tree)
         assert_close(attend_once(*arrays, forest, layout.plan(forest)), attend_each(*arrays, contexts(tree, 16)).out)
     assert attend_once._cache_size() == 1

@@ -6,20 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attending import (
-    NODES,
-    PAGES,
-    REQUESTS,
-    TREE,
-    Layout,
-    assert_close,
-    attend,
-    attend_each,
-    forest_of,
-    jitted,
-    wide_streams,  # noqa: F401
-)
-from forests import contexts
+from attending import NODES, PAGES, REQUESTS, Layout, assert_close, attend, attend_each, forest_of, jitted
+from forests import SECTIONS, contexts
+from plan_cases import wide_streams  # noqa: F401
 
 from codec_jax import Forest, PlanError
 from codec_jax.attention import forest_attention
@@ -27,7 +16,7 @@ from codec_jax.attention import forest_attention
 
 @pytest.mark.parametrize("name", ["mosaic", "triton", "nonsense", "XLA", ""])
 def test_an_implementation_that_cannot_serve_is_refused_by_name(name: str) -> None:
-    layout, forest = Layout(), forest_of(TREE)
+    layout, forest = Layout(), forest_of(SECTIONS)
     arguments = (*layout.arrays(np.random.default_rng(0)), forest, layout.plan(forest))
     with pytest.raises(ValueError, match=f"^implementation: .*'{name}'"):
         forest_attention(*arguments, implementation=name)
@@ -36,18 +25,18 @@ def test_an_implementation_that_cannot_serve_is_refused_by_name(name: str) -> No
 
 
 def test_arrays_of_the_host_serve_as_well() -> None:
-    layout, forest = Layout(), forest_of(TREE)
+    layout, forest = Layout(), forest_of(SECTIONS)
     arrays = layout.arrays(np.random.default_rng(0))
-    want = attend_each(*arrays, contexts(TREE, 16)).out
+    want = attend_each(*arrays, contexts(SECTIONS, 16)).out
     assert_close(forest_attention(*arrays, forest, layout.plan(forest)), want)
     assert_close(jax.jit(lambda *rest: forest_attention(*arrays, *rest))(forest, layout.plan(forest)), want)
 
 
 def test_xla_may_be_named() -> None:
-    layout, forest = Layout(), forest_of(TREE)
+    layout, forest = Layout(), forest_of(SECTIONS)
     arrays = layout.arrays(np.random.default_rng(0))
     out = jitted(implementation="xla")(*arrays, forest, layout.plan(forest))
-    assert_close(out, attend_each(*arrays, contexts(TREE, 16)).out)
+    assert_close(out, attend_each(*arrays, contexts(SECTIONS, 16)).out)
 
 
 # What fits: a query [10, 1, 4, 64], and pages [128, 16, 2, 64] of which the forest uses 11.
@@ -83,7 +72,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name(case: str) -> None:
         change = changes.get(name, shape)
         shape, dtype = (change, jnp.float32) if isinstance(change, tuple) else (shape, change)
         arrays.append(jax.ShapeDtypeStruct(shape, dtype))
-    forest = forest_of(TREE)
+    forest = forest_of(SECTIONS)
     plan = Layout().plan(forest)
     with pytest.raises(error, match=message):
         jax.eval_shape(lambda *arrays: forest_attention(*arrays, forest, plan), *arrays)
@@ -91,7 +80,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name(case: str) -> None:
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
 def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
-    layout, forest = Layout(), forest_of(TREE)
+    layout, forest = Layout(), forest_of(SECTIONS)
     with pytest.raises(ValueError, match=f"^scale: .*{scale}"):
         forest_attention(*layout.arrays(np.random.default_rng(0)), forest, layout.plan(forest), scale=scale)
 
@@ -105,9 +94,9 @@ def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
     ],
 )
 def test_a_plan_for_other_capacities_is_refused_also_under_jit(name: str, options: dict[str, int]) -> None:
-    layout, forest = Layout(), forest_of(TREE)
+    layout, forest = Layout(), forest_of(SECTIONS)
     other = Forest.from_nodes(
-        *TREE, **{"page_size": 16, "request_capacity": REQUESTS, "node_capacity": NODES, **options}
+        *SECTIONS, **{"page_size": 16, "request_capacity": REQUESTS, "node_capacity": NODES, **options}
     )
     with pytest.raises(PlanError, match=f"plan: expected a plan for {name} = "):
         attend(*layout.arrays(np.random.default_rng(0)), forest, layout.plan(other))

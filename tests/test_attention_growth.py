@@ -6,21 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attending import (
-    PAGES,
-    REQUESTS,
-    Layout,
-    assert_close,
-    attend,
-    attend_alone,
-    attend_each,
-    forest_of,
+from attending import PAGES, REQUESTS, Layout, assert_close, attend, attend_alone, attend_each, forest_of
+from forests import Tree, contexts, seeds, trees
+from hypothesis import given, settings
+from plan_cases import (
     num_wide,
-    seeds,
     wide_streams,  # noqa: F401
 )
-from forests import Tree, contexts, trees
-from hypothesis import given, settings
 
 from codec_jax import Forest, KVPages, PagePool, Plan, PlanError
 from codec_jax.attention import forest_attention

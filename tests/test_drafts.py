@@ -1,6 +1,5 @@
 """Draft trees: against trees walked in plain Python, float64 attention, and dense logits of every root path."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,26 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from forests import Tree, ancestry, candidate_parents, depth_first, renumbered, trees
+from forests import Tree, ancestry, candidate_parents, depth_first, renumbered, seeds, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_calls import Arrays, Heads, attend, check
+from plan_cases import wide_streams  # noqa: F401
 
-from codec_jax import DraftTrees, Forest, KVPages, PagePool, Plan, make_plan, streams
+from codec_jax import DraftTrees, Forest, KVPages, PagePool, Plan, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.nnx import Decoder, DecoderConfig
 from codec_jax.pages import NO_SLOT
 
 REQUESTS, PAGES = 6, 128
-seeds = st.integers(0, 2**32 - 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _wide_streams() -> Iterator[None]:
-    """Let pairs of tiles share even the little that small forests have for both."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", 24)
-        yield
 
 
 def drafted(tree: Tree, tokens: int, page_size: int, seed: int, more: int = 0) -> Forest:

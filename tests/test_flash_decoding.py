@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import prefixes
+from forests import prefixes, seeds
 from hypothesis import given, settings
 from paged_rows import (
     BLOCKS,
@@ -27,7 +27,6 @@ from paged_rows import (
     attend_each,
     no_plans,  # noqa: F401
     rows_of_tables,
-    seeds,
     table,
 )
 

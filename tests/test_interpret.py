@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forests import Tree, renumbered
-from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, num_wide, plan_of
+from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, plan_of
+from plan_cases import num_wide
 
 from codec_jax import Forest, PagePool, mosaic, streams
 from pallas_kernels import pac_compute, pac_mosaic, por_mosaic

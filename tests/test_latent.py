@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Tree, contexts, num_pages, trees
+from forests import SECTIONS, Tree, contexts, num_pages, seeds, trees
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from codec_jax import Forest, PagePool, Plan, PlanError, make_plan
 from codec_jax.attention import forest_attention
@@ -18,8 +17,6 @@ from codec_jax.latent import latent_attention, reconstruct
 from codec_jax.traffic import count_pass
 
 REQUESTS, NODES, PAGES, PAGE = 6, 20, 48, 16
-# A document with two sections; four requests, one of them twice in the same place.
-TREE = Tree(parent=[-1, 0, 0, 1], length=[70, 20, 33, 5], leaf=[3, 2, 1, 3])
 
 
 class Sizes(NamedTuple):
@@ -106,7 +103,7 @@ def assert_close(got: Any, want: np.ndarray, tolerance: float = 1e-5) -> None:
     ids=["one query token", "three query tokens", "values wider than the keys without position"],
 )
 @settings(max_examples=10)
-@given(tree=trees(max_nodes=8, max_length=50, max_requests=REQUESTS), seed=st.integers(0, 2**32 - 1))
+@given(tree=trees(max_nodes=8, max_length=50, max_requests=REQUESTS), seed=seeds)
 def test_both_ways_give_the_latent_attention_of_each_request_alone(sizes: Sizes, tree: Tree, seed: int) -> None:
     assert num_pages(tree, PAGE) <= PAGES
     given, forest = arrays(sizes, seed), sizes.forest(tree)
@@ -119,8 +116,8 @@ def test_both_ways_give_the_latent_attention_of_each_request_alone(sizes: Sizes,
 def test_the_sizes_of_deepseek_v2() -> None:
     """A latent of 512, 64 rotated numbers, heads of 128: keys of 192 and values of 128."""
     sizes = Sizes(heads=2, latent=512, rope=64, nope=128, value=128)
-    given, forest = arrays(sizes), sizes.forest(TREE)
-    want = attend_each(given, TREE)
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
+    want = attend_each(given, SECTIONS)
     assert_close(absorb(*given, forest, sizes.plan(forest)), want)
     pages = reconstruct(*given[2:])
     chex.assert_shape([pages.key, pages.value], (PAGES, PAGE, 2, 192))
@@ -129,34 +126,34 @@ def test_the_sizes_of_deepseek_v2() -> None:
 
 def test_the_rotated_key_may_be_missing() -> None:
     sizes = Sizes(rope=0)
-    given, forest = arrays(sizes), sizes.forest(TREE)
-    assert_close(absorb(*given, forest, sizes.plan(forest)), attend_each(given, TREE))
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
+    assert_close(absorb(*given, forest, sizes.plan(forest)), attend_each(given, SECTIONS))
 
 
 def test_scale_is_the_factor_on_the_scores() -> None:
     sizes = Sizes()
-    given, forest = arrays(sizes), sizes.forest(TREE)
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
     out = absorb(*given, forest, sizes.plan(forest), scale=0.4)
-    assert_close(out, attend_each(given, TREE, scale=0.4))
+    assert_close(out, attend_each(given, SECTIONS, scale=0.4))
 
 
 def test_half_precision_is_exact_up_to_the_rounding_of_the_output() -> None:
     """Absorbed, where nothing but the output is rounded: scores this large would show it."""
     sizes = Sizes()
-    given, forest = arrays(sizes, dtype=jnp.bfloat16), sizes.forest(TREE)
+    given, forest = arrays(sizes, dtype=jnp.bfloat16), sizes.forest(SECTIONS)
     given = given._replace(query_nope=given.query_nope * 16)
     out = absorb(*given, forest, sizes.plan(forest))
     chex.assert_type(out, jnp.bfloat16)
-    assert_close(out, attend_each(given, TREE), 2 * 2**-8)
+    assert_close(out, attend_each(given, SECTIONS), 2 * 2**-8)
     pages = reconstruct(*given[2:])
     chex.assert_type([pages.key, pages.value], jnp.bfloat16)
 
 
 def test_dtypes_of_weights_pages_and_queries_may_differ() -> None:
     sizes = Sizes()
-    given, forest = arrays(sizes), sizes.forest(TREE)
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
     mixed = given._replace(latent_pages=given[2].astype(jnp.bfloat16), up_key=given[3].astype(jnp.float16))
-    assert_close(absorb(*mixed, forest, sizes.plan(forest)), attend_each(mixed, TREE))
+    assert_close(absorb(*mixed, forest, sizes.plan(forest)), attend_each(mixed, SECTIONS))
 
 
 def test_one_plan_serves_a_generation() -> None:
@@ -207,7 +204,7 @@ WRONG = {
 @pytest.mark.parametrize(("name", "shape"), [(name, shape) for name, shapes in WRONG.items() for shape in shapes])
 def test_shapes_that_do_not_fit_are_refused_by_name(name: str, shape: tuple[int, ...]) -> None:
     sizes = Sizes()
-    forest = sizes.forest(TREE)
+    forest = sizes.forest(SECTIONS)
     shaped = [jnp.zeros(shape if other == name else fitting) for other, fitting in SHAPES.items()]
     with pytest.raises(ValueError, match=rf"^{name}: expected \[.*got shape \({shape[0]}, "):
         latent_attention(*shaped, forest, sizes.plan(forest))
@@ -224,13 +221,13 @@ def test_values_that_are_wider_than_keys_cannot_be_reconstructed() -> None:
 
 def test_an_unknown_implementation_is_refused() -> None:
     sizes = Sizes()
-    forest = sizes.forest(TREE)
+    forest = sizes.forest(SECTIONS)
     with pytest.raises(ValueError, match=r"^implementation: expected 'mosaic', 'xla' or None, got 'cuda'"):
         latent_attention(*arrays(sizes), forest, sizes.plan(forest), implementation="cuda")
 
 
 def test_a_plan_for_reconstructed_heads_is_refused() -> None:
     sizes = Sizes()
-    given, forest = arrays(sizes), sizes.forest(TREE)
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
     with pytest.raises(PlanError, match=r"^plan: expected one for .* = \(1, 4, 1, 40\).*\(1, 4, 4, 24\)"):
         latent_attention(*given, forest, sizes.plan(forest, absorbed=False))

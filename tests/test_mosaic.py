@@ -6,24 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Tree, renumbered, trees
+from forests import Tree, renumbered, seeds, trees
 from hypothesis import given, settings
-from kernel_calls import (
-    CONFIGS,
-    PAGES,
-    SIX,
-    TREE,
-    Arrays,
-    Exact,
-    Heads,
-    attend,
-    attend_mosaic,
-    check,
-    grown,
-    num_wide,
-    plan_of,
-    seeds,
-)
+from kernel_calls import CONFIGS, PAGES, SIX, TREE, Arrays, Exact, Heads, attend, attend_mosaic, check, grown, plan_of
+from plan_cases import num_wide
 
 from codec_jax import DraftTrees, Forest, KVPages, PagePool, make_plan, streams
 from codec_jax.attention import forest_attention

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forests import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,6 @@ SHAPES = [((), 1, 1, 8), ((), 5, 33, 64), ((3,), 16, 40, 80), ((2, 3), 4, 7, 128
 jitted_pac = jax.jit(pac)
 jitted_por = jax.jit(por)
 jitted_por_segments = jax.jit(por_segments, static_argnums=2)
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 class Sums(NamedTuple):

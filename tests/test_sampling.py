@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forests import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,7 +159,7 @@ def test_a_row_is_drawn_from_its_own_logits_and_key() -> None:
 
 @settings(max_examples=20)
 @given(
-    seed=st.integers(0, 2**32 - 1),
+    seed=seeds,
     size=st.sampled_from([0.1, 3.0, 100.0]),
     temperature=st.sampled_from([0.0, 0.5, 2.0]),
     top_k=st.sampled_from([2, VOCAB]),
