@@ -1,6 +1,6 @@
 """POR on Hopper: merge the partials of every stream, in the order of the plan, and write the output where it belongs.
 
-    one thread block per (stream, 16 or 32 columns of the head):
+    one thread block per (stream, 8 to 32 columns of the head):
 
         partials of the stream, several at a time ─► w = l 2^(m - M) ─► sum of w O over sum of w ─► rows of each request
         what PAC's thread blocks found ─► NaN if the plan does not hold
@@ -10,6 +10,7 @@ the same from run to run.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -34,12 +35,10 @@ class _Grain(NamedTuple):
     few: int  # and in the last turns
 
 
-#: Few streams: much in flight in each of many thread blocks.
-_FINE = _Grain(16, many=16, few=2)
-#: Many streams, of few partials each: fewer thread blocks, of which more fit a multiprocessor at a time.
-_COARSE = _Grain(32, many=4, few=1)
-#: Thread blocks from which on _COARSE is used: about as many as a GPU runs at a time.
-_CROWD = 1024
+#: The grain by the pieces of 16 columns that all streams have, at most. Few streams have dozens of partials each: much
+#: is in flight, in as many thread blocks as there can be, since a multiprocessor takes in only so much. Many have few:
+#: thread blocks are large, and ask for little at a time, so that more of them fit a multiprocessor.
+_GRAINS = {32: _Grain(8, many=16, few=2), 128: _Grain(16, many=16, few=2), math.inf: _Grain(32, many=2, few=1)}
 
 _WRITES_AT_ONCE = 8  # pieces of a tile that requests elsewhere get
 _LN2 = 0.6931471805599453
@@ -86,12 +85,13 @@ def por(
     batch, tokens, num_q_heads, head_dim = query_shape
     num_kv_heads = num_q_heads // packing.group
     num_streams = merge_ptr.shape[0] - 1
-    grain = _FINE if num_streams * head_dim <= _CROWD * _FINE.columns else _COARSE
+    grain = next(grain for most, grain in _GRAINS.items() if num_streams * head_dim <= most * 16)
     columns = grain.columns
     units, chunk = packing.units, packing.rows_of_unit
     num_units = batch * tokens * packing.parts
     most_units = min(units, batch * tokens)
-    by_unit = chunk % 4 == 0  # a copy begins at a multiple of 128 bytes, so other units are written row by row
+    by_unit = chunk * columns % 64 == 0  # a copy begins at a multiple of 128 bytes; other units are written row by row
+    swizzle = (plgpu.SwizzleTransform(2 * columns),) if columns > 8 else ()
     interpreted = interpret is not None
 
     def body(*refs: Any) -> None:
@@ -215,9 +215,7 @@ def por(
             jax.ShapeDtypeStruct((num_streams, TILE_ROWS), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM(
-                tile_shape(packing, columns, interpreted), dtype, transforms=(plgpu.SwizzleTransform(2 * columns),)
-            ),
+            plgpu.SMEM(tile_shape(packing, columns, interpreted), dtype, transforms=swizzle),
             plgpu.SMEM((TILE_ROWS, 64 // columns, columns), dtype),  # rows of 128 bytes
         ],
         grid=(num_streams, head_dim // columns),

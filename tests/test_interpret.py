@@ -3,6 +3,7 @@
 Copies, rings, barriers, masks and segments are those of the GPU; `pallas_kernels.interpret` says what is not.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ class Case(NamedTuple):
     requests: int | None = None
     dtype: Any = jnp.bfloat16
     wide: bool = False
-    crowded: bool = False  # as if there were many streams
+    grain: int = 0  # of POR, by the number of streams
 
 
 CASES = {
@@ -71,7 +72,8 @@ CASES = {
     ),
     "causal and narrow": Case(TREE, Heads(2, 1, 64), query_tokens=3, page_size=24),
     "seven q heads, row by row": Case(SIX, Heads(7, 1, 64), page_size=8),
-    "many streams": Case(TREE, Heads(8, 2, 64), num_ctas=3, crowded=True),
+    "some streams": Case(SIX, Heads(4, 1, 128), num_ctas=4, grain=1),
+    "many streams": Case(TREE, Heads(8, 2, 64), num_ctas=3, grain=2),
     "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True),
 }
 
@@ -80,8 +82,7 @@ CASES = {
 def test_interpreted_kernels_equal_dense_attention_without_races(
     case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if case.crowded:
-        monkeypatch.setattr(por_mosaic, "_CROWD", 0)
+    monkeypatch.setattr(por_mosaic, "_GRAINS", {math.inf: list(por_mosaic._GRAINS.values())[case.grain]})
     forest = Forest.from_nodes(*case.tree, page_size=case.page_size, request_capacity=case.requests)
     plan = plan_of(
         forest,
