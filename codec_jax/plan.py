@@ -29,7 +29,7 @@ from codec_jax.division import Policy, divide
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.schedule import Work
-from codec_jax.streams import Rows, blocks_alike, blocks_of_streams, extents_of_streams
+from codec_jax.streams import Rows, blocks_alike, blocks_of_streams, extents_of_streams, least_wide
 from pallas_kernels.columns import Page, Segment
 from pallas_kernels.config import config_for
 from pallas_kernels.packing import Packing
@@ -229,6 +229,8 @@ def make_plan(
     layout = Layout(num_q_heads, num_kv_heads, head_dim, forest.page_size)
     model = CostModel.default(layout) if cost_model is None else cost_model
     model.check_layout(layout)
+    if least_wide_tokens is None:
+        least_wide_tokens = least_wide(rows.num_tiles * num_kv_heads, tiling.num_ctas)
     slot_tokens, slots = block_slots(forest.page_size, tiling.block_tokens)
     most = most_length(forest, steps)
     streams = extents_of_streams(

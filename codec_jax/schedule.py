@@ -196,50 +196,100 @@ def whole_runs(line: Line, num_runs: int) -> Pieces:
     # Where one run ends the next one begins, to the last digit, or the two would round to different blocks.
     begin, end = (left[stretch] + n * size[stretch] for n in (nth, nth + 1))
     alone = Pieces(np.arange(len(stretch)), stretch, begin, end)
-    # Runs of what is left, end to end, each piece after the cost of its segment.
     rest = np.flatnonzero(line.block_at(np.arange(len(body)), left))
     others = num_runs - len(stretch)
     if not len(rest):
         return alone
-    last = np.cumsum((left + opening)[rest])
+    if len(stretch):
+        shared = _share(rest, left[rest], opening[rest], np.zeros(others))
+        return Pieces(*map(np.append, alone, shared._replace(run=shared.run + len(stretch))))
+    # No stream fills a run.
+    rest = rest[_alternating(line.work.wide[line.stream[rest]], num_runs)]
+    base, waves = _deal((body + opening)[rest], num_runs)
+    dealt, rest = np.split(rest, [waves * num_runs])
+    whole_ones = Pieces(np.arange(len(dealt)) % num_runs, dealt, np.zeros(len(dealt)), body[dealt])
+    if not len(rest):
+        return whole_ones
+    return Pieces(*map(np.append, whole_ones, _share(rest, body[rest], opening[rest], base)))
+
+
+def _alternating(wide: Bool[np.ndarray, " stretches"], num_runs: int) -> Int[np.ndarray, " stretches"]:
+    """Order stretches such that of any `num_runs`, from the first one on, half are wide, and others in the next turn.
+
+    Wide ones keep the tensor cores busy and narrow ones the memory; begun together, they take turns in waiting.
+    """
+    half = max(num_runs // 2, 1)
+    turn = np.where(wide, (np.cumsum(wide) - 1) // half, (np.cumsum(~wide) - 1) // max(num_runs - half, 1))
+    return np.argsort(2 * turn + (wide == turn % 2), kind="stable")
+
+
+def _deal(cost: Float[np.ndarray, " stretches"], num_runs: int) -> tuple[Float[np.ndarray, " runs"], int]:
+    """Deal out stretches, one to each run in every wave, as long as no run gets more than the mean.
+
+    Streams whose rows descend from one node begin with the same pages. Runs that begin them together read those once
+    from memory; begun wherever an even cut falls, they would find nothing in the L2 cache any more.
+
+    Returns what each run got, and the number of waves.
+    """
+    base, most = np.zeros(num_runs), cost.sum() / num_runs * (1 + 1e-9)
+    waves = cost[: len(cost) // num_runs * num_runs].reshape(-1, num_runs)
+    for number, wave in enumerate(waves):
+        if base.max() + wave.max() > most:
+            return base, number
+        base += wave
+    return base, len(waves)
+
+
+def _share(
+    stretch: Int[np.ndarray, " stretches"],
+    left: Float[np.ndarray, " stretches"],
+    opening: Float[np.ndarray, " stretches"],
+    base: Float[np.ndarray, " runs"],
+) -> Pieces:
+    """Lay what is left of stretches end to end, each after the cost of its segment, and fill up runs with it."""
+    fullest = np.argsort(-base, kind="stable")
+    last = np.cumsum(left + opening)
     first = np.concatenate([[0.0], last[:-1]])
-    cuts = np.asarray(_even_cuts(left[rest].tolist(), opening[rest].tolist(), others))
+    cuts = np.asarray(_even_cuts(left.tolist(), opening.tolist(), base[fullest].tolist()))
     bounds = np.sort(np.concatenate([first, cuts, last[-1:]]))
     bounds = bounds[np.append(True, bounds[1:] > bounds[:-1])]
     begin, end = bounds[:-1], bounds[1:]
     nth = np.searchsorted(first, begin, side="right") - 1
-    run = len(stretch) + np.searchsorted(cuts, begin, side="right")
-    origin = first[nth] + opening[rest][nth]  # where the blocks of what is left begin on the line
+    origin = (first + opening)[nth]  # where the blocks of what is left begin on the line
     # What is left ends exactly where the runs of its own begin.
-    past = np.where(end == last[nth], left[rest][nth], np.maximum(end - origin, 0.0))
-    together = Pieces(run, rest[nth], np.maximum(begin - origin, 0.0), past)
-    return Pieces(*(np.concatenate(pair) for pair in zip(alone, together, strict=True)))
+    past = np.where(end == last[nth], left[nth], np.maximum(end - origin, 0.0))
+    run = fullest[np.searchsorted(cuts, begin, side="right")]
+    return Pieces(run, stretch[nth], np.maximum(begin - origin, 0.0), past)
 
 
-def _even_cuts(left: list[float], opening: list[float], num_runs: int) -> list[float]:
-    """Cut stretches, end to end, into so many runs, or fewer, that the busiest has about as little to do as possible.
+def _even_cuts(left: list[float], opening: list[float], base: list[float]) -> list[float]:
+    """Cut stretches, end to end, such that the busiest of the runs that get the parts has about as little as possible.
 
-    Each stretch takes its opening and what is left of it; where it is cut, what follows opens another segment.
+    Each stretch takes its opening and what is left of it; where it is cut, what follows opens another segment. Runs
+    have something to do already, the first ones most. There may be fewer parts than runs.
     """
-    total = sum(left) + sum(opening)
-    low = max(total / num_runs, max(opening))
+    total = sum(left) + sum(opening) + sum(base)
+    low = max(total / len(base), base[0], min(base) + max(opening))
     # Enough for every run to open one more segment, and to leave out a piece that is not worth another.
     high = low + 3 * max(opening)
-    cuts = _cuts_of_load(left, opening, high)
+    cuts = _cuts_of_load(left, opening, base, high)
     while high - low > _CLOSE * low:
         load = (low + high) / 2
-        tried = _cuts_of_load(left, opening, load)
-        if len(tried) < num_runs:
+        tried = _cuts_of_load(left, opening, base, load)
+        if len(tried) < len(base):
             high, cuts = load, tried
         else:
             low = load
     return cuts
 
 
-def _cuts_of_load(left: list[float], opening: list[float], load: float) -> list[float]:
-    """Fill one run after the other up to a load, and return where they end; a piece must be worth its segment."""
+def _cuts_of_load(left: list[float], opening: list[float], base: list[float], load: float) -> list[float]:
+    """Fill one run after the other up to a load, and return where they end; a piece must be worth its segment.
+
+    Where the runs do not suffice, it goes on with empty ones.
+    """
     cuts: list[float] = []
-    room, first = load, 0.0
+    room, first = load - base[0], 0.0
     for whole, opens in zip(left, opening, strict=True):
         remaining = whole  # counted down, so that after the last piece it is 0 to the last digit
         while remaining > 0:
@@ -249,7 +299,7 @@ def _cuts_of_load(left: list[float], opening: list[float], load: float) -> list[
                 room -= opens + piece
             if remaining > 0:
                 cuts.append(first + (opens + whole - remaining if remaining < whole else 0.0))
-                room = load
+                room = load - (base[len(cuts)] if len(cuts) < len(base) else 0.0)
         first += opens + whole
     return cuts
 

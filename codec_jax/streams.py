@@ -21,6 +21,9 @@ from pallas_kernels.columns import Page
 
 #: Pages for fewer KV tokens than this stay in the narrow streams of the two tiles: a stream has fixed costs.
 LEAST_WIDE_TOKENS = 8192
+#: By how much less is enough where there are as many streams as thread blocks: those of two tiles are then read at
+#: different times, and the second time from memory once more.
+_LESS_OF_MANY = 4
 
 
 class Rows(NamedTuple):
@@ -54,6 +57,11 @@ class Streams(NamedTuple):
         return self.tile != self.other_tile
 
 
+def least_wide(num_streams: int, num_ctas: int) -> int:
+    """Return the KV tokens that make a wide stream worth having on a GPU, where there are so many narrow ones."""
+    return LEAST_WIDE_TOKENS // (_LESS_OF_MANY if num_streams >= num_ctas else 1)
+
+
 def extents_of_streams(
     forest: Forest,
     most_length: Int[np.ndarray, " nodes"],
@@ -62,7 +70,7 @@ def extents_of_streams(
     slot_tokens: int,
     steps: int,
     pairs: bool,
-    least_wide_tokens: int | None = None,
+    least_wide_tokens: int,
 ) -> Streams:
     """List every (stream, page) such that some row of the stream reads the page while leaves grow by `steps`.
 
@@ -72,7 +80,6 @@ def extents_of_streams(
     lo, hi = forest.row_lo[node] * rows.per_request, forest.row_hi[node] * rows.per_request
     node_pages = -(-most_length[node] // slot_tokens)
     num_pairs = rows.num_tiles // 2 if pairs else 0
-    least_wide_tokens = LEAST_WIDE_TOKENS if least_wide_tokens is None else least_wide_tokens
     source, stream = _streams_of_nodes(
         lo // rows.of_tile, (hi - 1) // rows.of_tile, node_pages * slot_tokens, num_pairs, least_wide_tokens
     )

@@ -20,7 +20,7 @@ from plan_cases import (
     visible,
 )
 
-from codec_jax import Forest, PagePool, make_plan, streams
+from codec_jax import Forest, PagePool, make_plan
 from codec_jax.cost import Layout
 
 
@@ -122,16 +122,19 @@ def test_a_tile_streams_only_pages_that_its_rows_read_and_each_once(case):
 
 
 @pytest.mark.parametrize(("lanes", "pages_short", "wide"), [(2, 0, True), (2, 1, False), (1, 0, False)])
-def test_a_pair_of_tiles_has_a_wide_stream_if_what_both_read_has_enough_pages(lanes, pages_short, wide):
+@pytest.mark.parametrize(("num_ctas", "enough"), [(4, 8192), (3, 2048)])  # for the streams of three tiles
+def test_a_pair_of_tiles_has_a_wide_stream_if_what_both_read_has_enough_pages(
+    lanes, pages_short, wide, num_ctas, enough
+):
     # Node 0 is read by the rows of all three tiles, node 2 by those of the second one; the last page has one token.
-    length = (streams.LEAST_WIDE_TOKENS // 16 - pages_short) * 16 - 15
+    length = (enough // 16 - pages_short) * 16 - 15
     forest = Forest.from_nodes([-1, 0, 0, 0], [length, 0, 40, 0], [1] * 4 + [2] * 4 + [3], page_size=16)
-    plan = make_plan(forest, num_q_heads=2, num_kv_heads=1, head_dim=8, num_ctas=1, tile_rows=8, lanes=lanes)
-    tiles_of_node = {0: [], 2: []}
+    plan = make_plan(forest, num_q_heads=2, num_kv_heads=1, head_dim=8, num_ctas=num_ctas, tile_rows=8, lanes=lanes)
+    tiles_of_node = {0: set(), 2: set()}
     for segment in used_segments(plan):
         for node in {page.node for page in pages_of(plan, segment.lo, segment.hi)}:
-            tiles_of_node[node].append((segment.tile, segment.other_tile))
-    assert tiles_of_node == {0: [(0, 1), (2, 2)] if wide else [(0, 0), (1, 1), (2, 2)], 2: [(1, 1)]}
+            tiles_of_node[node].add((segment.tile, segment.other_tile))
+    assert tiles_of_node == {0: {(0, 1), (2, 2)} if wide else {(0, 0), (1, 1), (2, 2)}, 2: {(1, 1)}}
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -140,6 +140,23 @@ def test_thread_blocks_with_wide_and_narrow_streams_alternate(wide):
     assert max(streaks) <= np.ceil(2 * share / (1 - share))
 
 
+@pytest.mark.parametrize("wide", [0, 20])
+def test_thread_blocks_begin_short_streams_together_half_of_them_wide(wide):
+    work = Work(wide=[30] * wide, narrow=[*range(40, 56), *[50] * 48], masked=0, num_kv_heads=8, num_ctas=132)
+    cut = work.cut()
+    first = cut.cta_ptr[:-1:8, None] + np.arange(3)  # segments of each run in the first head
+    waves = [set(streams) for streams in cut.stream[first].T.tolist()]
+    np.testing.assert_array_equal(cut.lo[first], work.ptr[cut.stream[first]])
+    np.testing.assert_array_equal(cut.hi[first], work.ptr[cut.stream[first] + 1])
+    if wide:
+        narrow = [range(wide + 8 * turn, wide + 8 * turn + 8) for turn in range(2)]
+        assert waves[:2] == [{*range(8 * turn, 8 * turn + 8), *narrow[turn]} for turn in range(2)]
+        kinds = work.is_wide[cut.stream[first[:, :2]]]
+        assert (kinds[:, 0] != kinds[:, 1]).all()
+    else:
+        assert waves == [set(range(16 * turn, 16 * turn + 16)) for turn in range(3)]
+
+
 # 13 streams that fill 9.6 thread blocks each.
 TEAMS = Work(wide=[960] * 13, narrow=[91] * 8, masked=0, num_kv_heads=8, num_ctas=132)
 
@@ -154,33 +171,35 @@ def test_no_thread_block_has_much_more_to_do_than_others(work):
     assert load.max() - 2 * 2.25 - 4.0 < 1.15 * load.mean()
 
 
-def costs_of_runs(left: list[float], opening: list[float], cuts: list[float]) -> list[float]:
-    """What each run between cuts costs: its parts of the stretches, and a segment for each of them."""
-    runs, ends = [], [0.0, *cuts, sum(left) + sum(opening)]
-    for begin, end in itertools.pairwise(ends):
+def costs_of_runs(left: list[float], opening: list[float], base: list[float], cuts: list[float]) -> list[float]:
+    """What each run costs: what it has, its parts of the stretches between cuts, and a segment for each of them."""
+    runs, ends = list(base), [0.0, *cuts, sum(left) + sum(opening)]
+    for run, (begin, end) in enumerate(itertools.pairwise(ends)):
         cost, first = 0.0, 0.0
         for whole, opens in zip(left, opening, strict=True):
             part = min(end, first + opens + whole) - max(begin, first + opens)
             cost += opens + part if part > 1e-9 else 0.0
             first += opens + whole
-        runs.append(cost)
+        runs[run] += cost
     return runs
 
 
 @settings(max_examples=300)
 @given(
     st.lists(st.tuples(st.floats(0.1, 200.0), st.sampled_from([3.5, 4.0])), min_size=1, max_size=12),
-    st.integers(1, 20),
+    st.lists(st.one_of(st.just(0.0), st.floats(0.0, 100.0)), min_size=1, max_size=20),
 )
-def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretches, num_runs):
+def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretches, base):
     left, opening = map(list, zip(*stretches, strict=True))
-    cuts = schedule._even_cuts(left, opening, num_runs)
-    assert len(cuts) < num_runs
+    base = sorted(base, reverse=True)
+    cuts = schedule._even_cuts(left, opening, base)
+    assert len(cuts) < len(base)
     assert cuts == sorted(cuts)
-    runs = costs_of_runs(left, opening, cuts)
-    assert sum(runs) >= sum(left) + sum(opening) - 1e-6
+    runs = costs_of_runs(left, opening, base, cuts)
+    assert sum(runs) >= sum(left) + sum(opening) + sum(base) - 1e-6
     # The mean with one more segment for every run, and a piece that is not worth one.
-    most = max((sum(left) + sum(opening)) / num_runs, max(opening)) + 2 * max(opening)
+    mean = (sum(left) + sum(opening) + sum(base)) / len(base)
+    most = max(mean, base[0], base[-1] + max(opening)) + 2.1 * max(opening)
     assert max(runs) <= most + 1e-6
 
 
@@ -195,7 +214,8 @@ def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretc
 )
 def test_where_the_least_load_is_known_runs_come_close_to_it(left, num_runs, most):
     opening = [4.0] * len(left)
-    runs = costs_of_runs(left, opening, schedule._even_cuts(left, opening, num_runs))
+    base = [0.0] * num_runs
+    runs = costs_of_runs(left, opening, base, schedule._even_cuts(left, opening, base))
     assert max(runs) == pytest.approx(most, rel=0.01)
 
 
