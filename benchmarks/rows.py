@@ -64,15 +64,23 @@ def write_draft(rows: list[dict], path: Path) -> None:
 def measured_before(path: Path, resume: bool) -> list[dict]:
     """Return the rows of an interrupted run that need not be measured again; none unless it is to be resumed.
 
+    Those that have no time of ours need, and those in which a peer failed: it may find memory now, if it found none
+    beside other commands. A ValueError says what is not possible at all, and so would say it again.
+
     Raises ValueError for a draft that is not one.
     """
     if not resume or not draft_of(path).exists():
         return []
     try:
         rows = json.loads(draft_of(path).read_text())["rows"]
-        return [row for row in rows if "error" not in row]
-    except (ValueError, KeyError, TypeError):
+        return [row for row in rows if not any(_may_pass(*field) for field in row.items())]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{draft_of(path)}: expected rows of an interrupted run; remove it to begin anew") from None
+
+
+def _may_pass(name: str, value: object) -> bool:
+    failed = name.endswith("_error") and isinstance(value, str)  # relative errors are numbers
+    return name == "error" or (failed and not str(value).startswith("ValueError"))
 
 
 def find(rows: list[dict], fields: dict) -> dict | None:

@@ -282,7 +282,13 @@ def test_a_case_without_a_count_says_why(monkeypatch):
 def measured(case: Case) -> dict:
     if case.workload.name.startswith("no sharing"):
         raise RuntimeError("out of luck\nand more")
-    return {"kernel_us": 2.0, "roofline_us": 1.0, "unique_tokens": 10, "cudnn_us": None, "cudnn_error": "too large"}
+    return {
+        "kernel_us": 2.0,
+        "roofline_us": 1.0,
+        "unique_tokens": 10,
+        "cudnn_us": None,
+        "cudnn_error": "ValueError: too large",
+    }
 
 
 def test_a_workload_that_fails_keeps_its_place_and_the_others(tmp_path):
@@ -333,6 +339,14 @@ def test_a_resumed_run_measures_what_is_missing_has_failed_or_was_measured_elsew
     elsewhere = [row | {"device": "another"} for row in measured_before(path, resume=True)]
     attention.collect(more, measure, path, elsewhere)
     assert asked == more
+
+
+def test_a_resumed_run_measures_again_where_a_peer_has_failed(tmp_path):
+    whole = {"kernel_us": 2.0, "relative_error": 1e-3, "cudnn_us": 3.0, "cudnn_relative_error": 2e-3}
+    failed = whole | {"cudnn_us": None, "cudnn_error": "OutOfMemoryError: no room"}
+    impossible = whole | {"cudnn_us": None, "cudnn_error": "ValueError: expected at most 60 GB"}
+    (tmp_path / "out.part").write_text(json.dumps({"rows": [whole, failed, impossible]}))
+    assert measured_before(tmp_path / "out.json", resume=True) == [whole, impossible]
 
 
 @pytest.mark.parametrize("draft", ["", "[]", '{"rows": 3}'])
