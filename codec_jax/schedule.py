@@ -6,7 +6,8 @@
 
 A stream that fills whole runs does so up to its last block, and what is left of all streams is laid end to end and
 shared by the other runs; where it makes runs shorter, a stream that fills most of one more has equal runs to itself. So
-equal streams are cut alike, and every kv head is. Thread blocks that read the same pages then do so at the same time:
+equal streams are cut alike, and every kv head is. Streams none of which fills a run are dealt out whole, wave by wave,
+and only the last ones are cut, to fill up the runs. Thread blocks that read the same pages then do so at the same time:
 in K and V of other heads, which lie next to each other in memory, or once more for another pair of tiles, from the L2
 cache. Runs are seated with those of other streams between them: neighbours share their way to that cache, and wide
 streams, which ask for little, leave it to narrow ones.

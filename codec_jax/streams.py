@@ -58,7 +58,7 @@ class Streams(NamedTuple):
 
 
 def least_wide(num_streams: int, num_ctas: int) -> int:
-    """Return the KV tokens that make a wide stream worth having on a GPU, where there are so many narrow ones."""
+    """Return the KV tokens that make a wide stream worth having on a GPU, by the streams of all tiles and kv heads."""
     return LEAST_WIDE_TOKENS // (_LESS_OF_MANY if num_streams >= num_ctas else 1)
 
 
