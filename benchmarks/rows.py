@@ -79,8 +79,9 @@ def measured_before(path: Path, resume: bool) -> list[dict]:
 
 
 def _may_pass(name: str, value: object) -> bool:
-    failed = name.endswith("_error") and isinstance(value, str)  # relative errors are numbers
-    return name == "error" or (failed and not str(value).startswith("ValueError"))
+    if not name.endswith("_error") or not isinstance(value, str):  # relative errors are numbers
+        return name == "error"
+    return not value.startswith("ValueError")
 
 
 def find(rows: list[dict], fields: dict) -> dict | None:

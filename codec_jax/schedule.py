@@ -113,6 +113,16 @@ class Pieces(NamedTuple):
     begin: Float[np.ndarray, " pieces"]  # cost of the stretch's blocks before it
     end: Float[np.ndarray, " pieces"]
 
+    @classmethod
+    def none(cls) -> Pieces:
+        """Return no pieces."""
+        nothing = np.zeros(0, np.int64)
+        return cls(nothing, nothing, np.zeros(0), np.zeros(0))
+
+    def then(self, others: Pieces) -> Pieces:
+        """Return these pieces and others after them."""
+        return Pieces(*map(np.append, self, others))
+
 
 def aligned(work: Work, estimate: Estimate) -> Schedule:
     """Cut the streams for one group of kv heads, and all groups alike.
@@ -187,10 +197,11 @@ def whole_runs(line: Line, num_runs: int) -> Pieces:
     """Cut the stretches into runs of about equal cost, as few of them as possible shared by several stretches."""
     body, opening = line.body, line.opening
     if not len(body):
-        nothing = np.zeros(0, np.int64)
-        return Pieces(nothing, nothing, np.zeros(0), np.zeros(0))
+        return Pieces.none()
     least = (body.sum() + opening.sum() * max(1.0, num_runs / len(body))) / num_runs
     whole, size = _runs_alone(line, num_runs, least)
+    if not whole.any():
+        return _dealt(line, num_runs)
     # They end with their stretch, so that leaves that grow make different runs longer.
     left = np.maximum(body - whole * size, 0.0)
     stretch, nth = expand(whole)
@@ -198,20 +209,21 @@ def whole_runs(line: Line, num_runs: int) -> Pieces:
     begin, end = (left[stretch] + n * size[stretch] for n in (nth, nth + 1))
     alone = Pieces(np.arange(len(stretch)), stretch, begin, end)
     rest = np.flatnonzero(line.block_at(np.arange(len(body)), left))
-    others = num_runs - len(stretch)
-    if not len(rest):
-        return alone
-    if len(stretch):
-        shared = _share(rest, left[rest], opening[rest], np.zeros(others))
-        return Pieces(*map(np.append, alone, shared._replace(run=shared.run + len(stretch))))
-    # No stream fills a run.
-    rest = rest[_alternating(line.work.wide[line.stream[rest]], num_runs)]
-    base, waves = _deal((body + opening)[rest], num_runs)
-    dealt, rest = np.split(rest, [waves * num_runs])
-    whole_ones = Pieces(np.arange(len(dealt)) % num_runs, dealt, np.zeros(len(dealt)), body[dealt])
-    if not len(rest):
-        return whole_ones
-    return Pieces(*map(np.append, whole_ones, _share(rest, body[rest], opening[rest], base)))
+    shared = _share(rest, left[rest], opening[rest], np.zeros(num_runs - len(stretch)))
+    return alone.then(shared._replace(run=shared.run + len(stretch)))
+
+
+def _dealt(line: Line, num_runs: int) -> Pieces:
+    """Deal out stretches none of which fills a run: whole ones in waves, then parts of the last few.
+
+    Streams whose rows descend from one node begin with the same pages. Runs that begin them together read those once
+    from memory; begun wherever an even cut falls, they would find nothing in the L2 cache any more.
+    """
+    order = _alternating(line.work.wide[line.stream], num_runs)
+    waves, base = _waves((line.body + line.opening)[order], num_runs)
+    whole, rest = np.split(order, [waves * num_runs])
+    dealt = Pieces(np.arange(len(whole)) % num_runs, whole, np.zeros(len(whole)), line.body[whole])
+    return dealt.then(_share(rest, line.body[rest], line.opening[rest], base))
 
 
 def _alternating(wide: Bool[np.ndarray, " stretches"], num_runs: int) -> Int[np.ndarray, " stretches"]:
@@ -224,21 +236,16 @@ def _alternating(wide: Bool[np.ndarray, " stretches"], num_runs: int) -> Int[np.
     return np.argsort(2 * turn + (wide == turn % 2), kind="stable")
 
 
-def _deal(cost: Float[np.ndarray, " stretches"], num_runs: int) -> tuple[Float[np.ndarray, " runs"], int]:
-    """Deal out stretches, one to each run in every wave, as long as no run gets more than the mean.
+def _waves(cost: Float[np.ndarray, " stretches"], num_runs: int) -> tuple[int, Float[np.ndarray, " runs"]]:
+    """Count the waves, of a stretch for each run, that surely give no run more than the mean, and add up what runs get.
 
-    Streams whose rows descend from one node begin with the same pages. Runs that begin them together read those once
-    from memory; begun wherever an even cut falls, they would find nothing in the L2 cache any more.
-
-    Returns what each run got, and the number of waves.
+    A wave counts as if its longest stretch went to the run that has most.
     """
-    base, most = np.zeros(num_runs), cost.sum() / num_runs * (1 + 1e-9)
     waves = cost[: len(cost) // num_runs * num_runs].reshape(-1, num_runs)
-    for number, wave in enumerate(waves):
-        if base.max() + wave.max() > most:
-            return base, number
-        base += wave
-    return base, len(waves)
+    given = np.pad(np.cumsum(waves, axis=0), ((1, 0), (0, 0)))
+    fits = given[:-1].max(axis=1) + waves.max(axis=1) <= cost.sum() / num_runs * (1 + 1e-9)
+    count = int(np.argmin(np.append(fits, False)))
+    return count, given[count]
 
 
 def _share(
@@ -248,6 +255,8 @@ def _share(
     base: Float[np.ndarray, " runs"],
 ) -> Pieces:
     """Lay what is left of stretches end to end, each after the cost of its segment, and fill up runs with it."""
+    if not len(stretch):
+        return Pieces.none()
     fullest = np.argsort(-base, kind="stable")
     last = np.cumsum(left + opening)
     first = np.concatenate([[0.0], last[:-1]])
@@ -270,7 +279,7 @@ def _even_cuts(left: list[float], opening: list[float], base: list[float]) -> li
     have something to do already, the first ones most. There may be fewer parts than runs.
     """
     total = sum(left) + sum(opening) + sum(base)
-    low = max(total / len(base), base[0], min(base) + max(opening))
+    low = max(total / len(base), base[0], base[-1] + max(opening))
     # Enough for every run to open one more segment, and to leave out a piece that is not worth another.
     high = low + 3 * max(opening)
     cuts = _cuts_of_load(left, opening, base, high)
