@@ -27,7 +27,10 @@ from benchmarks.inputs import Layout, forget_programs, make_inputs, reference
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
 from benchmarks.turns import GPU
 from benchmarks.workloads import Workload, flat, k_ary, shared_root
+from codec_jax import Forest
+from codec_jax.streams import tokens_of_tiles
 from pallas_kernels.config import LARGE, LARGE_TOKENS, SMALL, Config
+from pallas_kernels.packing import Packing
 
 TABLES = {"LARGE": LARGE, "SMALL": SMALL}
 
@@ -83,13 +86,15 @@ def prepare(workload: Workload, layout: Layout) -> tuple[Measure, dict]:
     """Draw inputs and the expected result; returns what times the config in force, and the fields that all share."""
     inputs = make_inputs(workload, layout)
     common = bounds(workload, inputs, layout) | {"implementation": "mosaic"}
-    common["table"] = table_of(common["unique_tokens"], layout, jax.devices()[0].core_count)
+    common["table"] = table_of(inputs.forest, layout, jax.devices()[0].core_count)
     return partial(measure_ours, inputs, layout, reference(inputs), "mosaic", REPEATS), common
 
 
-def table_of(unique_tokens: int, layout: Layout, num_ctas: int) -> str:
+def table_of(forest: Forest, layout: Layout, num_ctas: int) -> str:
     """Say which table serves a forest."""
-    return "LARGE" if unique_tokens * layout.num_kv_heads / num_ctas >= LARGE_TOKENS else "SMALL"
+    group = layout.num_q_heads // layout.num_kv_heads
+    num_tokens = tokens_of_tiles(forest, group, Packing.of(group).tile_rows)
+    return "LARGE" if num_tokens * layout.num_kv_heads / num_ctas > LARGE_TOKENS else "SMALL"
 
 
 def candidates(head_dim: int) -> list[Config]:

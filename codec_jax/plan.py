@@ -29,7 +29,7 @@ from codec_jax.division import Policy, divide
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.schedule import Work
-from codec_jax.streams import Rows, blocks_alike, blocks_of_streams, extents_of_streams, least_wide
+from codec_jax.streams import Rows, blocks_alike, blocks_of_streams, extents_of_streams, least_wide, tokens_of_tiles
 from pallas_kernels.columns import Page, Segment
 from pallas_kernels.config import config_for
 from pallas_kernels.packing import Packing
@@ -45,7 +45,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of_device(cls, num_tokens: int, group: int, num_kv_heads: int, head_dim: int) -> Tiling:
-        """Return the sizes for the default device and a forest of so many tokens.
+        """Return the sizes for the default device and so many KV tokens, counted for every row tile that reads them.
 
         The tensor cores of a GPU work on 64 rows; a CPU pays for every row of padding.
         """
@@ -209,7 +209,8 @@ def make_plan(
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     group = num_q_heads // num_kv_heads
     rows_per_request = query_tokens * group
-    tiling = Tiling.of_device(int(forest.length.sum()), group, num_kv_heads, head_dim)
+    num_tokens = tokens_of_tiles(forest, rows_per_request, Packing.of(group).tile_rows)
+    tiling = Tiling.of_device(num_tokens, group, num_kv_heads, head_dim)
     tiling = tiling._replace(**{name: value for name, value in given.items() if value is not None})
     for name, value in tiling._asdict().items():
         checks.positive(name, value)

@@ -57,6 +57,12 @@ class Streams(NamedTuple):
         return self.tile != self.other_tile
 
 
+def tokens_of_tiles(forest: Forest, rows_per_request: int, tile_rows: int) -> int:
+    """Count KV tokens, each as often as there are row tiles that read it."""
+    first, end = forest.row_lo * rows_per_request // tile_rows, -(-forest.row_hi * rows_per_request // tile_rows)
+    return int(np.where(forest.row_hi > forest.row_lo, end - first, 0).astype(np.int64) @ forest.length)
+
+
 def least_wide(num_streams: int, num_ctas: int) -> int:
     """Return the KV tokens that make a wide stream worth having on a GPU, by the streams of all tiles and kv heads."""
     return LEAST_WIDE_TOKENS // (_LESS_OF_MANY if num_streams >= num_ctas else 1)

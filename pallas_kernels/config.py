@@ -11,17 +11,17 @@ class Config:
     stages: int  # blocks in flight
 
 
-#: Much work for each thread block: long blocks keep the tensor cores busy.
+#: Much to compute for each thread block: long blocks keep the tensor cores busy.
 LARGE = {64: Config(128, stages=3), 128: Config(128, stages=2), 256: Config(64, stages=2)}
-#: Little work for each: short blocks, which can be dealt out more evenly and are done sooner after the last load.
+#: Little for each: short blocks, which can be dealt out more evenly and are done sooner after the last load.
 SMALL = {64: Config(128, stages=3), 128: Config(64, stages=2), 256: Config(64, stages=2)}
-#: KV tokens for each thread block from which on LARGE is faster.
-LARGE_TOKENS = 4096
+#: KV tokens for each thread block, a token counted for every row tile that reads it, beyond which LARGE is faster.
+LARGE_TOKENS = 2048
 
 
 def config_for(head_dim: int, tokens_per_cta: float) -> Config | None:
-    """Choose the sizes for a head size and an amount of work; None for a head size that the kernels do not take."""
-    return (LARGE if tokens_per_cta >= LARGE_TOKENS else SMALL).get(head_dim)
+    """Choose the sizes for a head size and what tiles read; None for a head size that the kernels do not take."""
+    return (LARGE if tokens_per_cta > LARGE_TOKENS else SMALL).get(head_dim)
 
 
 def config_of(head_dim: int, block_tokens: int) -> Config | None:

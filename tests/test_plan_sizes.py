@@ -1,13 +1,19 @@
 """Sizes and capacities of plans, and which forests a plan holds for."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forests import ancestry, trees
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from plan_cases import HEADS, TILING, cases, used_segments
 
-from codec_jax import Forest, PagePool, PlanError, make_plan
+from codec_jax import CostModel, Forest, PagePool, PlanError, make_plan
+from codec_jax.cost import Layout
+from codec_jax.streams import tokens_of_tiles
 
 
 @settings(max_examples=20)
@@ -54,6 +60,34 @@ def test_the_sizes_that_are_not_given_suit_the_device():
     plan = make_plan(forest, **HEADS)
     assert plan.tile_rows % 8 == 0
     assert plan.is_exact_for(forest)
+
+
+@settings(max_examples=50)
+@given(trees(), st.integers(1, 7), st.sampled_from([3, 8, 64]))
+def test_tokens_count_once_for_every_tile_that_reads_them(tree, rows_per_request, tile_rows):
+    forest = Forest.from_nodes(*tree, page_size=16, request_capacity=len(tree.leaf) + 2)
+    expected = set()
+    for row, request in enumerate(forest.request_of_row[: len(tree.leaf)]):
+        tiles = {(row * rows_per_request + i) // tile_rows for i in range(rows_per_request)}
+        expected |= {(tile, node) for tile in tiles for node in ancestry(tree.parent, tree.leaf[request])}
+    counted = tokens_of_tiles(forest, rows_per_request, tile_rows)
+    assert counted == sum(tree.length[node] for _, node in expected)
+
+
+@pytest.mark.parametrize(
+    ("root", "requests", "length"),
+    # On 132 thread blocks and 8 kv heads, 33,792 tokens are 2048 for each; 17 requests are two tiles of 64 rows.
+    [(33_792, 16, "short"), (33_793, 16, "long"), (16_896, 17, "short"), (16_897, 17, "long"), (0, 16, "short")],
+)
+def test_blocks_are_long_on_a_gpu_where_tiles_read_more_than_2048_tokens_for_each_thread_block(
+    monkeypatch, root, requests, length
+):
+    device = SimpleNamespace(platform="gpu", core_count=132)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    forest = Forest.from_nodes([-1], [root], [0] * requests, page_size=16)
+    costs = CostModel.roofline(Layout(32, 8, 128, 16))
+    plan = make_plan(forest, num_q_heads=32, num_kv_heads=8, head_dim=128, cost_model=costs)
+    assert plan.block_tokens == {"short": 64, "long": 128}[length]
 
 
 def test_changing_trees_of_one_bucket_share_shapes_and_one_compilation():

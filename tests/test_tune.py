@@ -15,17 +15,19 @@ def test_forests_that_are_tuned_on_use_both_tables_and_every_kind_of_tile(forest
         forest = Forest.from_nodes(*workload[1:], node_capacity=len(workload.parent))
         heads = {"num_q_heads": layout.num_q_heads, "num_kv_heads": layout.num_kv_heads, "head_dim": layout.head_dim}
         plan = make_plan(forest, **heads, num_ctas=132, tile_rows=64, lanes=2)
-        tables.add(tune.table_of(sum(workload.length), layout, num_ctas=132))
+        tables.add(tune.table_of(forest, layout, num_ctas=132))
         kinds.add((plan.num_tiles > 1, bool((plan.segments[:, 0] != plan.segments[:, 1]).any())))
     assert tables == set(tune.TABLES)
     assert kinds == {(False, False), (True, False), (True, True)}
 
 
-@pytest.mark.parametrize("unique_tokens", [1000, 5 * LARGE_TOKENS])
-def test_a_forest_is_tuned_for_the_table_that_serves_it(unique_tokens):
-    # 8 kv heads on 20 thread blocks, which make LARGE begin at 2.5 times as many tokens.
-    table = tune.table_of(unique_tokens, Layout(), num_ctas=20)
-    assert config_for(128, unique_tokens * 8 / 20) == tune.TABLES[table][128]
+@pytest.mark.parametrize(("tokens", "requests"), [(1000, 16), (5 * LARGE_TOKENS, 16), (2 * LARGE_TOKENS, 17)])
+def test_a_forest_is_tuned_for_the_table_that_serves_it(tokens, requests):
+    # 8 kv heads on 20 thread blocks, which make LARGE begin at 2.5 times as many tokens; 17 requests are two row tiles.
+    forest = Forest.from_nodes([-1], [tokens], [0] * requests)
+    table = tune.table_of(forest, Layout(), num_ctas=20)
+    assert table == ("SMALL" if tokens == 1000 else "LARGE")
+    assert config_for(128, tokens * -(-requests // 16) * 8 / 20) == tune.TABLES[table][128]
 
 
 @pytest.mark.parametrize("table", tune.TABLES)
