@@ -29,7 +29,7 @@ from benchmarks.turns import GPU
 from benchmarks.workloads import Workload, flat, k_ary, shared_root
 from codec_jax import Forest
 from codec_jax.streams import tokens_of_tiles
-from pallas_kernels.config import LARGE, LARGE_TOKENS, SMALL, Config
+from pallas_kernels.config import LARGE, SMALL, Config, is_large
 from pallas_kernels.packing import Packing
 
 TABLES = {"LARGE": LARGE, "SMALL": SMALL}
@@ -93,8 +93,8 @@ def prepare(workload: Workload, layout: Layout) -> tuple[Measure, dict]:
 def table_of(forest: Forest, layout: Layout, num_ctas: int) -> str:
     """Say which table serves a forest."""
     group = layout.num_q_heads // layout.num_kv_heads
-    num_tokens = tokens_of_tiles(forest, group, Packing.of(group).tile_rows)
-    return "LARGE" if num_tokens * layout.num_kv_heads / num_ctas > LARGE_TOKENS else "SMALL"
+    counts = tokens_of_tiles(forest, group, Packing.of(group).tile_rows)
+    return "LARGE" if is_large(*(count * layout.num_kv_heads / num_ctas for count in counts)) else "SMALL"
 
 
 def candidates(head_dim: int) -> list[Config]:

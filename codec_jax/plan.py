@@ -44,14 +44,15 @@ class Tiling(NamedTuple):
     lanes: int  # row tiles of a segment
 
     @classmethod
-    def of_device(cls, num_tokens: int, group: int, num_kv_heads: int, head_dim: int) -> Tiling:
-        """Return the sizes for the default device and so many KV tokens, counted for every row tile that reads them.
+    def of_device(cls, num_tokens: int, again: int, group: int, num_kv_heads: int, head_dim: int) -> Tiling:
+        """Return the sizes for the default device and a forest, by what `tokens_of_tiles` counts.
 
         The tensor cores of a GPU work on 64 rows; a CPU pays for every row of padding.
         """
         device = jax.devices()[0]
         if device.platform == "gpu":
-            config = config_for(head_dim, num_tokens * num_kv_heads / device.core_count)
+            heads_per_cta = num_kv_heads / device.core_count
+            config = config_for(head_dim, num_tokens * heads_per_cta, again * heads_per_cta)
             tile_rows = Packing.of(group).tile_rows
             return cls(device.core_count, tile_rows, block_tokens=config.block_tokens if config else 128, lanes=2)
         return cls(num_ctas=16, tile_rows=16, block_tokens=256, lanes=1)
@@ -209,8 +210,8 @@ def make_plan(
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     group = num_q_heads // num_kv_heads
     rows_per_request = query_tokens * group
-    num_tokens = tokens_of_tiles(forest, rows_per_request, Packing.of(group).tile_rows)
-    tiling = Tiling.of_device(num_tokens, group, num_kv_heads, head_dim)
+    num_tokens, again = tokens_of_tiles(forest, rows_per_request, Packing.of(group).tile_rows)
+    tiling = Tiling.of_device(num_tokens, again, group, num_kv_heads, head_dim)
     tiling = tiling._replace(**{name: value for name, value in given.items() if value is not None})
     for name, value in tiling._asdict().items():
         checks.positive(name, value)

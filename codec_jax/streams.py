@@ -57,10 +57,12 @@ class Streams(NamedTuple):
         return self.tile != self.other_tile
 
 
-def tokens_of_tiles(forest: Forest, rows_per_request: int, tile_rows: int) -> int:
-    """Count KV tokens, each as often as there are row tiles that read it."""
+def tokens_of_tiles(forest: Forest, rows_per_request: int, tile_rows: int) -> tuple[int, int]:
+    """Count the KV tokens that any row tile reads, and how often they are read again, by another tile."""
     first, end = forest.row_lo * rows_per_request // tile_rows, -(-forest.row_hi * rows_per_request // tile_rows)
-    return int(np.where(forest.row_hi > forest.row_lo, end - first, 0).astype(np.int64) @ forest.length)
+    tiles = np.where(forest.row_hi > forest.row_lo, end - first, 0).astype(np.int64)
+    once = int(forest.length[tiles > 0].sum(dtype=np.int64))
+    return once, int(tiles @ forest.length) - once
 
 
 def least_wide(num_streams: int, num_ctas: int) -> int:

@@ -70,16 +70,17 @@ def test_tokens_count_once_for_every_tile_that_reads_them(tree, rows_per_request
     for row, request in enumerate(forest.request_of_row[: len(tree.leaf)]):
         tiles = {(row * rows_per_request + i) // tile_rows for i in range(rows_per_request)}
         expected |= {(tile, node) for tile in tiles for node in ancestry(tree.parent, tree.leaf[request])}
-    counted = tokens_of_tiles(forest, rows_per_request, tile_rows)
-    assert counted == sum(tree.length[node] for _, node in expected)
+    once, again = tokens_of_tiles(forest, rows_per_request, tile_rows)
+    assert once == sum(tree.length[node] for node in {node for _, node in expected})
+    assert once + again == sum(tree.length[node] for _, node in expected)
 
 
 @pytest.mark.parametrize(
     ("root", "requests", "length"),
-    # On 132 thread blocks and 8 kv heads, 33,792 tokens are 2048 for each; 17 requests are two tiles of 64 rows.
-    [(33_792, 16, "short"), (33_793, 16, "long"), (16_896, 17, "short"), (16_897, 17, "long"), (0, 16, "short")],
+    # With 8 kv heads on 132 thread blocks, 67,584 tokens are 4096 for each and 8448 are 512. 17 requests are two tiles.
+    [(67_583, 16, "short"), (67_584, 16, "long"), (8447, 17, "short"), (8448, 17, "long"), (0, 17, "short")],
 )
-def test_blocks_are_long_on_a_gpu_where_tiles_read_more_than_2048_tokens_for_each_thread_block(
+def test_blocks_are_long_on_a_gpu_for_4096_tokens_a_thread_block_or_512_that_two_tiles_read(
     monkeypatch, root, requests, length
 ):
     device = SimpleNamespace(platform="gpu", core_count=132)

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import tune
 from benchmarks.inputs import Layout, attend_with
 from codec_jax import Forest, make_plan
-from pallas_kernels.config import LARGE_TOKENS, Config, config_for, config_of
+from pallas_kernels.config import Config, config_for, config_of
 
 
 @pytest.mark.parametrize("forests", [tune.FORESTS[: tune.QUICK], tune.FORESTS], ids=["quick", "all"])
@@ -21,13 +21,15 @@ def test_forests_that_are_tuned_on_use_both_tables_and_every_kind_of_tile(forest
     assert kinds == {(False, False), (True, False), (True, True)}
 
 
-@pytest.mark.parametrize(("tokens", "requests"), [(1000, 16), (5 * LARGE_TOKENS, 16), (2 * LARGE_TOKENS, 17)])
-def test_a_forest_is_tuned_for_the_table_that_serves_it(tokens, requests):
-    # 8 kv heads on 20 thread blocks, which make LARGE begin at 2.5 times as many tokens; 17 requests are two row tiles.
+@pytest.mark.parametrize(
+    ("tokens", "requests", "table"), [(2000, 16, "SMALL"), (20_000, 16, "LARGE"), (2000, 17, "LARGE")]
+)
+def test_a_forest_is_tuned_for_the_table_that_serves_it(tokens, requests, table):
+    # 8 kv heads on 20 thread blocks; 17 requests are two row tiles.
+    again = tokens if requests > 16 else 0
     forest = Forest.from_nodes([-1], [tokens], [0] * requests)
-    table = tune.table_of(forest, Layout(), num_ctas=20)
-    assert table == ("SMALL" if tokens == 1000 else "LARGE")
-    assert config_for(128, tokens * -(-requests // 16) * 8 / 20) == tune.TABLES[table][128]
+    assert tune.table_of(forest, Layout(), num_ctas=20) == table
+    assert config_for(128, tokens * 8 / 20, again * 8 / 20) == tune.TABLES[table][128]
 
 
 @pytest.mark.parametrize("table", tune.TABLES)
@@ -49,7 +51,7 @@ def swept(request) -> tuple[list[dict], str]:
     for name, slower, roofline_us in (("first", 1.0, 1.0), ("second", 2.0, 0.5)):
 
         def measure(name: str = name, slower: float = slower) -> dict:
-            config = config_for(128, 0.0)
+            config = config_for(128, 0.0, 0.0)
             if (name, config) == ("second", Config(64, 2)):
                 raise ValueError("too much shared memory\nand more")
             return {"kernel_us": slower * (config.stages + config.block_tokens / 64)}
@@ -61,9 +63,9 @@ def swept(request) -> tuple[list[dict], str]:
 
 def test_every_config_is_measured_while_planning_and_kernels_find_it():
     def found() -> dict:
-        config = config_for(128, 0.0)
-        assert config_for(128, 1e9) == config_of(128, config.block_tokens) == config
-        assert config_for(64, 0.0) == before["SMALL"][64]
+        config = config_for(128, 0.0, 0.0)
+        assert config_for(128, 1e9, 0.0) == config_of(128, config.block_tokens) == config
+        assert config_for(64, 0.0, 0.0) == before["SMALL"][64]
         calls.append(attend_with("mosaic"))
         return {"kernel_us": 1.0}
 
