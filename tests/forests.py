@@ -106,3 +106,8 @@ def renumbered(parent: Sequence[int]) -> list[int]:
     """Return the parents of the same draft tree with its candidates in depth-first order."""
     order = depth_first(parent)
     return [-1 if parent[candidate] < 0 else order.index(parent[candidate]) for candidate in order]
+
+
+def active_requests(forest) -> list[int]:
+    """Return the request slots that are in use."""
+    return [request for request, leaf in enumerate(forest.leaf) if leaf >= 0]
