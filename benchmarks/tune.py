@@ -93,8 +93,8 @@ def prepare(workload: Workload, layout: Layout) -> tuple[Measure, dict]:
 def table_of(forest: Forest, layout: Layout, num_ctas: int) -> str:
     """Say which table serves a forest."""
     group = layout.num_q_heads // layout.num_kv_heads
-    counts = tokens_of_tiles(forest, group, Packing.of(group).tile_rows)
-    return "LARGE" if is_large(*(count * layout.num_kv_heads / num_ctas for count in counts)) else "SMALL"
+    num_tokens, again = tokens_of_tiles(forest, group, Packing.of(group).tile_rows)
+    return "LARGE" if is_large(num_tokens, again, layout.num_kv_heads / num_ctas) else "SMALL"
 
 
 def candidates(head_dim: int) -> list[Config]:

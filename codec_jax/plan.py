@@ -51,8 +51,7 @@ class Tiling(NamedTuple):
         """
         device = jax.devices()[0]
         if device.platform == "gpu":
-            heads_per_cta = num_kv_heads / device.core_count
-            config = config_for(head_dim, num_tokens * heads_per_cta, again * heads_per_cta)
+            config = config_for(head_dim, num_tokens, again, num_kv_heads / device.core_count)
             tile_rows = Packing.of(group).tile_rows
             return cls(device.core_count, tile_rows, block_tokens=config.block_tokens if config else 128, lanes=2)
         return cls(num_ctas=16, tile_rows=16, block_tokens=256, lanes=1)

@@ -199,7 +199,7 @@ def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretc
     assert sum(runs) >= sum(left) + sum(opening) + sum(base) - 1e-6
     # The mean with one more segment for every run, and a piece that is not worth one.
     mean = (sum(left) + sum(opening) + sum(base)) / len(base)
-    most = max(mean, base[0], base[-1] + max(opening)) + 2.1 * max(opening)
+    most = max(mean, base[0], base[-1] + max(opening)) + 2 * max(opening)
     assert max(runs) <= most + 1e-6
 
 

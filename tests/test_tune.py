@@ -29,7 +29,7 @@ def test_a_forest_is_tuned_for_the_table_that_serves_it(tokens, requests, table)
     again = tokens if requests > 16 else 0
     forest = Forest.from_nodes([-1], [tokens], [0] * requests)
     assert tune.table_of(forest, Layout(), num_ctas=20) == table
-    assert config_for(128, tokens * 8 / 20, again * 8 / 20) == tune.TABLES[table][128]
+    assert config_for(128, tokens, again, 8 / 20) == tune.TABLES[table][128]
 
 
 @pytest.mark.parametrize("table", tune.TABLES)
@@ -51,7 +51,7 @@ def swept(request) -> tuple[list[dict], str]:
     for name, slower, roofline_us in (("first", 1.0, 1.0), ("second", 2.0, 0.5)):
 
         def measure(name: str = name, slower: float = slower) -> dict:
-            config = config_for(128, 0.0, 0.0)
+            config = config_for(128, 0, 0, 1.0)
             if (name, config) == ("second", Config(64, 2)):
                 raise ValueError("too much shared memory\nand more")
             return {"kernel_us": slower * (config.stages + config.block_tokens / 64)}
@@ -63,9 +63,9 @@ def swept(request) -> tuple[list[dict], str]:
 
 def test_every_config_is_measured_while_planning_and_kernels_find_it():
     def found() -> dict:
-        config = config_for(128, 0.0, 0.0)
-        assert config_for(128, 1e9, 0.0) == config_of(128, config.block_tokens) == config
-        assert config_for(64, 0.0, 0.0) == before["SMALL"][64]
+        config = config_for(128, 0, 0, 1.0)
+        assert config_for(128, 10**9, 0, 1.0) == config_of(128, config.block_tokens) == config
+        assert config_for(64, 0, 0, 1.0) == before["SMALL"][64]
         calls.append(attend_with("mosaic"))
         return {"kernel_us": 1.0}
 

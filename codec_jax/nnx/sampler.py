@@ -90,7 +90,9 @@ class Sampler:
         # Sizes for a full pool, so that they never change.
         config = model.config
         group = config.num_q_heads // config.num_kv_heads
-        self._tiling = Tiling.of_device(num_pages * page_size, 0, group, config.num_kv_heads, config.head_dim)
+        self._tiling = Tiling.of_device(
+            num_pages * page_size, again=0, group=group, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
+        )
         self._new_cache = lambda: model.new_cache(num_pages, page_size)
         self._decode = jax.jit(
             lambda weights, *rest: decode_loop(nnx.merge(graph, weights), steps, implementation, *rest),

@@ -14,7 +14,7 @@ from codec_jax.plan import Tiling
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     tiling = Tiling(num_ctas=5, tile_rows=8, block_tokens=32, lanes=2)
-    monkeypatch.setattr(Tiling, "of_device", classmethod(lambda cls, *sizes: tiling))
+    monkeypatch.setattr(Tiling, "of_device", classmethod(lambda cls, *sizes, **named: tiling))
     monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", PAGE_SIZE)
 
 
