@@ -77,7 +77,7 @@ def _attend(
     if plan.query_tokens > 1 and readers_of_tokens is None:
         positions = jnp.pad(rows.positions(forest, plan).reshape(-1), (0, TILE_ROWS))
         causal = pac_mosaic.Causal(node_start=forest.start, query_position=positions)
-    merges = pac_mosaic.Merges(plan.merge_ptr, plan.tile_unit, plan.used_rows)
+    merges = pac_mosaic.Merges(plan.merge_ptr, plan.used_rows)
     partials = pac_mosaic.pac(
         query,
         key_pages,
@@ -104,7 +104,6 @@ def _attend(
     out, row_max, row_sum = por_mosaic.por(
         *partials,
         merges.merge_ptr,
-        merges.tile_unit,
         forest.request_of_row,
         merges.used_rows,
         num_ctas=plan.runs.shape[0],

@@ -71,8 +71,6 @@ class Plan:
     # the fields of the first and the page ids of its first block.
     runs: Int[HostOrDevice, "num_ctas 12+slots"]
     merge_ptr: Int[HostOrDevice, " tiles*K+1"]  # partials [merge_ptr[u], merge_ptr[u + 1]) are tile u // K, head u % K
-    # The entry of query [B x T] that each tile begins with, or -1 if the tile's entries are not consecutive there.
-    tile_unit: Int[HostOrDevice, " tiles"]
     used_rows: Int[HostOrDevice, " 1"]  # query rows from there on belong to free request slots
     # What the forest must look like for the plan to be exact.
     least_length: Int[HostOrDevice, " nodes"]
@@ -300,7 +298,6 @@ def make_plan(
         segments=segments,
         runs=list_runs(cut.cta_ptr, segments, pages),
         merge_ptr=merge_ptr.astype(np.int32),
-        tile_unit=tile_unit.astype(np.int32),
         used_rows=np.asarray([forest.active.sum() * rows_per_request], np.int32),
         least_length=forest.length,
         most_length=most,

@@ -49,7 +49,6 @@ class Merges(NamedTuple):
     """What POR begins with, as `por_mosaic.por` takes it; -1 or more."""
 
     merge_ptr: jax.Array  # int32 [streams + 1]
-    tile_unit: jax.Array  # int32 [tiles]
     used_rows: jax.Array  # int32 [1]
 
 

@@ -35,7 +35,6 @@ class Inputs(NamedTuple):
     structure: Any
     planned_structure: Any
     merge_ptr: Any
-    tile_unit: Any
     used_rows: Any
     node_start: Any = None  # with causal masks only
     query_position: Any = None

@@ -16,7 +16,7 @@ from pallas_kernels.columns import Page, Segment
 from pallas_kernels.compat import load
 from pallas_kernels.pac_pipeline import ALIKE, BLOCK_TOKENS, LANES, Pipeline, Sizes
 
-_UNITS_AT_ONCE = 8  # loads in flight while gathering
+_MOST_AT_ONCE = 8  # loads in flight while gathering
 _FEW_SLOTS = 4  # pages of a block whose entries fit in registers beside the query rows
 _THREAD = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)  # a token for each thread
 
@@ -84,8 +84,7 @@ def prepare(pipeline: Pipeline) -> None:
 
 def staging_arrivals(sizes: Sizes) -> int:
     """Count the copies that gather one batch of columns of a tile unit by unit."""
-    at_once = min(sizes.packing.units, _UNITS_AT_ONCE)
-    return -(-sizes.packing.units // at_once) * at_once * (sizes.columns // 64)
+    return sizes.packing.units * (sizes.columns // 64)
 
 
 def _stage(
@@ -102,7 +101,8 @@ def _stage(
     """
     inputs, scratch, sizes = pipeline.inputs, pipeline.scratch, pipeline.sizes
     packing, tokens = sizes.packing, sizes.query_tokens
-    rows, at_once = packing.rows_of_unit, min(packing.units, _UNITS_AT_ONCE)
+    rows = packing.rows_of_unit
+    at_once = max(number for number in range(1, _MOST_AT_ONCE + 1) if packing.units % number == 0)
 
     def copy(entry: Any, count: int, part: Any, place: Any, columns: range, arrived: Any) -> None:
         """Copy `count` consecutive entries of the query to where unit `place` of the tile begins."""
@@ -120,7 +120,7 @@ def _stage(
         columns = range(begin, begin + sizes.columns, 64)
 
         def some(i: jax.Array, _: None, columns: range = columns) -> None:
-            units = [jnp.minimum(i * at_once + j, packing.units - 1) for j in range(at_once)]
+            units = [i * at_once + j for j in range(at_once)]
             places = [packing.unit(tile * packing.units + unit, sizes.batch, tokens) for unit in units]
             requests = [inputs.request_of_row[row] for row, _, _ in places]
             for unit, request, (_, token, part) in zip(units, requests, places, strict=True):
@@ -132,7 +132,7 @@ def _stage(
 
         @pl.when(first < 0)
         def _unit_by_unit(some: Any = some) -> None:
-            lax.fori_loop(0, -(-packing.units // at_once), some, None)
+            lax.fori_loop(0, packing.units // at_once, some, None)
 
         if begin == 0:
             result = meanwhile()

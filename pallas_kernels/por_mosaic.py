@@ -1,8 +1,8 @@
 """POR on Hopper: merge the partials of every stream, in the order of the plan, and write the output where it belongs.
 
-    one thread block per (stream, 8 to 32 columns of the head):
+    one thread block per (stream, 2 to 16 rows of its tile), a warp or two for each row:
 
-        partials of the stream, several at a time ─► w = l 2^(m - M) ─► sum of w O over sum of w ─► rows of each request
+        partials of the rows, several at a time ─► w = l 2^(m - M) ─► sum of w O over sum of w ─► rows of each request
         what PAC's thread blocks found ─► NaN if the plan does not hold
 
 Loading several partials before using any hides the latency of global memory; the order never changes, so results are
@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.compat import load, store
-from pallas_kernels.interpret import store_tile, tile_shape, view_unit, view_units
+from pallas_kernels.compat import load
 from pallas_kernels.pac_check import FOUND_GROUP
 from pallas_kernels.pac_compute import LOWEST
 from pallas_kernels.packing import TILE_ROWS, Packing
@@ -30,17 +29,23 @@ from pallas_kernels.packing import TILE_ROWS, Packing
 class _Grain(NamedTuple):
     """How finely the work is cut."""
 
-    columns: int  # of the head, for one thread block
+    rows: int  # of a tile, for one thread block
+    warps: int  # for a row
     many: int  # partials in flight
     few: int  # and in the last turns
 
 
-#: The grain by the pieces of 16 columns that all streams have, at most. Few streams have dozens of partials each: much
-#: is in flight, in as many thread blocks as there can be, since a multiprocessor takes in only so much. Many have few:
-#: thread blocks are large, and ask for little at a time, so that more of them fit a multiprocessor.
-_GRAINS = {32: _Grain(8, many=16, few=2), 128: _Grain(16, many=16, few=2), math.inf: _Grain(32, many=2, few=1)}
+#: The grain by the number of streams, at most. The fewer there are, the more partials each has: much is in flight then,
+#: in as many thread blocks as there can be. Where there are many streams, most have one partial or two.
+_GRAINS = {
+    4: _Grain(2, warps=2, many=32, few=4),
+    16: _Grain(4, warps=1, many=16, few=4),
+    32: _Grain(4, warps=1, many=8, few=4),
+    64: _Grain(4, warps=1, many=4, few=2),
+    math.inf: _Grain(16, warps=1, many=2, few=1),
+}
 
-_WRITES_AT_ONCE = 8  # pieces of a tile that requests elsewhere get
+_WARPS, _LANES = 4, 32  # of a warpgroup, and of a warp
 _LN2 = 0.6931471805599453
 
 
@@ -50,7 +55,6 @@ def por(
     row_sum: jax.Array,
     broken: jax.Array,
     merge_ptr: jax.Array,
-    tile_unit: jax.Array,
     request_of_row: jax.Array,
     used_rows: jax.Array,
     *,
@@ -69,8 +73,6 @@ def por(
       broken: int32 [num_ctas, rounded up to a multiple of FOUND_GROUP], not 0 where a thread block of PAC found that
         the plan does not hold.
       merge_ptr: int32 [streams + 1]; stream tile * K + head merges partials [merge_ptr[u], merge_ptr[u + 1]).
-      tile_unit: int32 [tiles], the unit of the query at which each tile begins, or -1 if its units are not
-        consecutive there.
       request_of_row: int32 [B], the request of each request row.
       used_rows: int32 [1]; query rows from there on belong to free request slots.
       num_ctas: thread blocks of PAC.
@@ -85,28 +87,32 @@ def por(
     batch, tokens, num_q_heads, head_dim = query_shape
     num_kv_heads = num_q_heads // packing.group
     num_streams = merge_ptr.shape[0] - 1
-    grain = next(grain for most, grain in _GRAINS.items() if num_streams * head_dim <= most * 16)
-    columns = grain.columns
+    grain = next(grain for most, grain in _GRAINS.items() if num_streams <= most)
+    num_rows, together = grain.rows, _WARPS // grain.warps  # rows that all warps have at a time
     units, chunk = packing.units, packing.rows_of_unit
     num_units = batch * tokens * packing.parts
-    most_units = min(units, batch * tokens)
-    by_unit = chunk * columns % 64 == 0  # a copy begins at a multiple of 128 bytes; other units are written row by row
-    swizzle = (plgpu.SwizzleTransform(2 * columns),) if columns > 8 else ()
-    interpreted = interpret is not None
+    piece = math.gcd(together, chunk)  # rows that are next to each other in the output
+    layout = _layout(together, grain.warps, head_dim)
+    along_rows = layout.reduce(1)
 
     def body(*refs: Any) -> None:
-        o_ref, m_ref, s_ref, broken_ref, ptr_ref, unit_ref, request_ref, used_ref, *refs = refs  # type: ignore[assignment]
-        out_ref, max_ref, sum_ref, out_smem, row_smem = refs
-        stream, part_of_head = lax.axis_index("stream"), lax.axis_index("part")
+        o_ref, m_ref, s_ref, broken_ref, ptr_ref, request_ref, used_ref, *refs = refs  # type: ignore[assignment]
+        out_ref, max_ref, sum_ref, out_smem = refs
+        stream, part_of_tile = lax.axis_index("stream"), lax.axis_index("part")
         tile, head = lax.div(stream, jnp.int32(num_kv_heads)), lax.rem(stream, jnp.int32(num_kv_heads))
-        # All that comes from memory is asked for at once; PAC has brought it to the L2 cache.
-        first, last = ptr_ref[stream], ptr_ref[stream + 1]
-        unit, used_rows = unit_ref[tile], used_ref[0]
-        begin = pl.multiple_of(part_of_head * columns, columns)
-        rows = plgpu.Layout.WGMMA.reduce(1)
+        begin = pl.multiple_of(part_of_tile * num_rows, num_rows)
+        rows = pl.ds(begin, num_rows)
 
         def spread(x: jax.Array) -> jax.Array:
-            return lax.broadcast_in_dim(x, (TILE_ROWS, columns), [0])
+            return plgpu.layout_cast(lax.broadcast_in_dim(x, (num_rows, head_dim), [0]), layout)
+
+        def place(row: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+            """Return whether a row of the tile is one of the query's, its entry there [B x T], and its q head."""
+            unit = lax.div(row, jnp.int32(chunk))
+            request_row, token, part = packing.unit(tile * units + jnp.minimum(unit, units - 1), batch, tokens)
+            entry = request_ref[request_row] * tokens + token
+            q_head = head * packing.group + part * chunk + lax.rem(row, jnp.int32(chunk))
+            return (unit < units) & (tile * units + unit < num_units), entry, q_head
 
         def objections() -> jax.Array:
             """Count, in each thread, the thread blocks of PAC that found the plan broken."""
@@ -125,9 +131,9 @@ def por(
                 partial = jnp.minimum(i, last - 1)
                 counted = jnp.where(i < last, 1.0, 0.0).astype(jnp.float32)
                 loaded.append((
-                    load(o_ref.at[partial, :, pl.ds(begin, columns)], plgpu.Layout.WGMMA),  # [64, columns]
-                    load(m_ref.at[partial], rows),  # [64]
-                    load(s_ref.at[partial], rows) * counted,
+                    load(o_ref.at[partial, rows], layout),  # [rows, H]
+                    load(m_ref.at[partial, rows], along_rows),  # [rows]
+                    load(s_ref.at[partial, rows], along_rows) * counted,
                 ))  # fmt: skip
             new_most = most
             for _, m, _ in loaded:
@@ -139,71 +145,42 @@ def por(
                 acc, total = acc + o * spread(weight), total + weight
             return acc, new_most, total
 
-        carry = (
-            plgpu.layout_cast(jnp.full((TILE_ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), rows),
-            plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), rows),
-        )
+        # All that comes from memory is asked for at once; PAC has brought most of it to the L2 cache.
+        first, last = ptr_ref[stream], ptr_ref[stream + 1]
+        used_here = used_ref[0] - tile * packing.tile_rows  # rows of the tile
+        places = [place(begin + i) for i in range(0, num_rows, piece)]
         against = objections()
+        last = jnp.where(begin < used_here, last, first)
         # Loads of a turn that has too few partials are wasted, so the last few have turns of their own.
         many = lax.div(last - first + (grain.many - 1 - grain.few), jnp.int32(grain.many))
         few_first = jnp.minimum(first + many * grain.many, last)
         few = lax.div(last - few_first + (grain.few - 1), jnp.int32(grain.few))
+        carry = (
+            plgpu.layout_cast(jnp.full((num_rows, head_dim), 0, jnp.float32), layout),
+            plgpu.layout_cast(jnp.full((num_rows,), LOWEST, jnp.float32), along_rows),
+            plgpu.layout_cast(jnp.full((num_rows,), 0, jnp.float32), along_rows),
+        )
         carry = lax.fori_loop(0, many, functools.partial(step, first=first, at_once=grain.many), carry)
         acc, most, total = lax.fori_loop(0, few, functools.partial(step, first=few_first, at_once=grain.few), carry)
         spoiled = jnp.where(jnp.max(against) == 0, 0.0, jnp.nan).astype(jnp.float32)
-        row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA)
-        merged = jnp.where(row + tile * packing.tile_rows < used_rows, acc / spread(jnp.maximum(total, 1e-30)), 0.0)
-        merged = (merged + spoiled).astype(dtype)
+        row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=layout)
+        merged = jnp.where(row + begin < used_here, acc / spread(jnp.maximum(total, 1e-30)), 0.0)
+        merged = (merged + spoiled).astype(dtype)  # [rows, H]
+        max_ref.at[stream, rows][...] = most * _LN2 + spoiled
+        sum_ref.at[stream, rows][...] = total + spoiled
 
-        def place(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Return the entry of the query [B x T] and the first q head of a unit."""
-            row, token, part = packing.unit(number, batch, tokens)
-            return request_ref[row] * tokens + token, head * packing.group + part * chunk
-
-        @pl.when(unit >= 0)
-        def _write_together() -> None:
-            store_tile(out_smem, merged, interpreted)
+        if piece < together:  # registers hold rows that go to several places
+            out_smem[...] = merged
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                view_units(out_smem, 0, count=most_units, packing=packing, interpreted=interpreted),
-                out_ref.at[pl.ds(unit, most_units), pl.ds(head * packing.group, chunk), pl.ds(begin, columns)],
-            )
+        for i, (exists, entry, q_head) in enumerate(places):
+            source, target = pl.ds(i * piece, piece), out_ref.at[entry, pl.ds(q_head, piece)]
 
-        @pl.when(unit < 0)
-        def _write_one_by_one() -> None:
-            if by_unit:
-                store_tile(out_smem, merged, interpreted)
-            else:
-                store(row_smem.at[:, 0], merged)
-            plgpu.commit_smem()
-
-            pieces = units if by_unit else packing.tile_rows
-            at_once = min(pieces, _WRITES_AT_ONCE)
-
-            def write(i: jax.Array, _: None) -> None:
-                # Where requests are is loaded for several pieces before any is written.
-                numbers = [i * at_once + j for j in range(at_once)]
-                of_units = numbers if by_unit else [lax.div(number, jnp.int32(chunk)) for number in numbers]
-                places = [place(tile * units + jnp.minimum(number, units - 1)) for number in of_units]
-                for number, of_unit, (entry, first_head) in zip(numbers, of_units, places, strict=True):
-                    if by_unit:
-                        source, heads = view_unit(out_smem, number, packing, interpreted), pl.ds(first_head, chunk)
-                    else:
-                        head_of_row = first_head + lax.rem(number, jnp.int32(chunk))
-                        source, heads = row_smem.at[number, pl.ds(0, 1)], pl.ds(head_of_row, 1)
-                    target = out_ref.at[entry, heads, pl.ds(begin, columns)]
-
-                    @pl.when((of_unit < units) & (tile * units + of_unit < num_units))
-                    def _inside(source: Any = source, target: Any = target) -> None:
-                        plgpu.copy_smem_to_gmem(source, target)
-
-            lax.fori_loop(0, -(-pieces // at_once), write, None)
-
-        @pl.when(part_of_head == 0)
-        def _residuals() -> None:
-            max_ref.at[stream][...] = most * _LN2 + spoiled
-            sum_ref.at[stream][...] = total + spoiled
+            @pl.when(exists)
+            def _write(i: int = i, source: Any = source, target: Any = target) -> None:
+                if piece < together:
+                    plgpu.copy_smem_to_gmem(out_smem.at[source], target)
+                else:
+                    target[...] = merged[i * piece : (i + 1) * piece]
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -214,14 +191,21 @@ def por(
             jax.ShapeDtypeStruct((num_streams, TILE_ROWS), jnp.float32),
             jax.ShapeDtypeStruct((num_streams, TILE_ROWS), jnp.float32),
         ],
-        scratch_types=[
-            plgpu.SMEM(tile_shape(packing, columns, interpreted), dtype, transforms=swizzle),
-            plgpu.SMEM((TILE_ROWS, 64 // columns, columns), dtype),  # rows of 128 bytes
-        ],
-        grid=(num_streams, head_dim // columns),
+        scratch_types=[plgpu.SMEM((num_rows, head_dim), dtype)],
+        grid=(num_streams, TILE_ROWS // num_rows),
         grid_names=("stream", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    merged, most, total = kernel(out, row_max, row_sum, broken, merge_ptr, tile_unit, request_of_row, used_rows)
+    merged, most, total = kernel(out, row_max, row_sum, broken, merge_ptr, request_of_row, used_rows)
     return merged.reshape(query_shape), most, total
+
+
+def _layout(rows: int, warps: int, head_dim: int) -> Any:
+    """Give each of some rows to some warps, and consecutive columns, 128 at a time at most, to their lanes."""
+    of_row = min(head_dim, 128)
+    of_warp = of_row // warps
+    tiles: tuple[tuple[int, ...], ...] = (rows, of_row), (of_warp,), (of_warp // _LANES,)
+    if warps == 1:
+        return plgpu.Layout.TILED(plgpu.Tiling((tiles[0], tiles[2])), (-3,), (-2,), -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4, -3), (-2,), -1)

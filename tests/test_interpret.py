@@ -54,7 +54,7 @@ class Case(NamedTuple):
     requests: int | None = None
     dtype: Any = jnp.bfloat16
     wide: bool = False
-    grain: int = 0  # of POR, by the number of streams
+    grain: int = 1  # of POR, by the number of streams
 
 
 CASES = {
@@ -71,9 +71,11 @@ CASES = {
         Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64), query_tokens=5, wide=True
     ),
     "causal and narrow": Case(TREE, Heads(2, 1, 64), query_tokens=3, page_size=24),
-    "seven q heads, row by row": Case(SIX, Heads(7, 1, 64), page_size=8),
-    "some streams": Case(SIX, Heads(4, 1, 128), num_ctas=4, grain=1),
-    "many streams": Case(TREE, Heads(8, 2, 64), num_ctas=3, grain=2),
+    "seven q heads, row by row": Case(SIX, Heads(7, 1, 64), page_size=8, grain=4),
+    "a stream for many thread blocks": Case(SIX, Heads(4, 1, 128), num_ctas=4, grain=0),
+    "some streams": Case(SIX, Heads(4, 2, 128), num_ctas=4, grain=2),
+    "more streams": Case(TREE, Heads(3, 1, 64), num_ctas=3, grain=3),
+    "many streams": Case(TREE, Heads(8, 2, 64), num_ctas=3, grain=4),
     "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True),
 }
 

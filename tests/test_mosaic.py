@@ -9,7 +9,7 @@ import pytest
 from forests import Tree, renumbered, seeds, trees
 from hypothesis import given, settings
 from kernel_calls import CONFIGS, PAGES, SIX, TREE, Arrays, Exact, Heads, attend, attend_mosaic, check, grown, plan_of
-from plan_cases import num_wide
+from plan_cases import num_wide, used_segments
 
 from codec_jax import DraftTrees, Forest, KVPages, PagePool, make_plan, streams
 from codec_jax.attention import forest_attention
@@ -106,7 +106,7 @@ def test_many_requests_in_any_order_on_any_number_of_thread_blocks(heads: Heads,
     forest = Forest.from_nodes([-1] + [0] * 50 + [1] * 50, [200, *range(100)], leaf)
     plan = plan_of(forest, heads, num_ctas=num_ctas)
     if heads.q < 71:  # whose units are parts of a group
-        assert (plan.tile_unit >= 0).any() == (order == "consecutive")
+        assert any(segment.unit >= 0 for segment in used_segments(plan)) == (order == "consecutive")
     check(Arrays.random(forest, heads, jnp.bfloat16, 2, num_pages=512), forest, plan, requests=range(0, 100, 7))
 
 

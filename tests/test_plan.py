@@ -208,14 +208,15 @@ def test_tiles_know_where_in_the_query_they_begin_if_their_rows_are_consecutive_
     requests = np.argsort(case.forest.query_order).tolist()
     entries = [request * plan.query_tokens + token for request in requests for token in range(plan.query_tokens)]
     units, rest = divmod(plan.tile_rows, plan.group)
-    for tile in range(plan.num_tiles):
+    segments = used_segments(plan)
+    unit_of_tile = {s.tile: s.unit for s in segments} | {s.other_tile: s.other_unit for s in segments}
+    assert all(unit_of_tile[s.tile] == s.unit and unit_of_tile[s.other_tile] == s.other_unit for s in segments)
+    for tile, unit in unit_of_tile.items():
         mine = entries[tile * units : (tile + 1) * units]
         together = rest == 0 and mine == list(range(mine[0], mine[0] + len(mine)))
         # A tile that is not full must be at the end of the query too.
         together = together and (len(mine) == units or mine[-1] == len(entries) - 1)
-        assert plan.tile_unit[tile] == (mine[0] if together else -1)
-    for segment in used_segments(plan):
-        assert (segment.unit, segment.other_unit) == tuple(plan.tile_unit[[segment.tile, segment.other_tile]])
+        assert unit == (mine[0] if together else -1)
 
 
 @settings(max_examples=150)
