@@ -23,7 +23,7 @@ def load(ref: Any, layout: Any) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Store registers to shared memory, with bank conflicts where the layout has them."""
+    """Store registers, even if bank conflicts or parts of a memory sector make it slow."""
     if _BEFORE_0_12:
         ref[...] = value
     else:

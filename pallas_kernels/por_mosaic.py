@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.compat import load
+from pallas_kernels.compat import load, store
 from pallas_kernels.pac_check import FOUND_GROUP
 from pallas_kernels.pac_compute import LOWEST
 from pallas_kernels.packing import TILE_ROWS, Packing
@@ -166,8 +166,8 @@ def por(
         row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=layout)
         merged = jnp.where(row + begin < used_here, acc / spread(jnp.maximum(total, 1e-30)), 0.0)
         merged = (merged + spoiled).astype(dtype)  # [rows, H]
-        max_ref.at[stream, rows][...] = most * _LN2 + spoiled
-        sum_ref.at[stream, rows][...] = total + spoiled
+        store(max_ref.at[stream, rows], most * _LN2 + spoiled)
+        store(sum_ref.at[stream, rows], total + spoiled)
 
         if piece < together:  # registers hold rows that go to several places
             out_smem[...] = merged
