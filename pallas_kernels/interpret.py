@@ -57,22 +57,9 @@ def view_units(ref: Any, *index: Any, count: int, packing: Packing, interpreted:
     return ref.at[*tile, pl.ds(first * rows, count * rows)].reshape(count, rows, ref.shape[-1])
 
 
-def view_unit(tile_ref: Any, unit: Any, packing: Packing, interpreted: bool) -> Any:
-    """View one unit of such a tile as [rows, columns]."""
-    rows = packing.rows_of_unit
-    return tile_ref.at[unit] if interpreted else tile_ref.at[pl.ds(unit * rows, rows)]
-
-
 def load_tile(tile_ref: Any, layout: Any, interpreted: bool) -> jax.Array:
     """Load such a tile as [64, columns]; rows that are not in use may hold anything, and are NaN if interpreted."""
     if not interpreted:
         return load(tile_ref, layout)
     rows = read(tile_ref).reshape(-1, tile_ref.shape[-1])
     return jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)
-
-
-def store_tile(tile_ref: Any, rows: jax.Array, interpreted: bool) -> None:
-    """Store [64, columns] in such a tile."""
-    if interpreted:
-        rows = rows[: tile_ref.shape[0] * tile_ref.shape[1]].reshape(tile_ref.shape)
-    tile_ref[...] = rows
