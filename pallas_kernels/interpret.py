@@ -43,9 +43,9 @@ def see_completions(pipeline: Pipeline, blocks: jax.Array | int, rings: Iterable
         plgpu.barrier_wait(barrier)
 
 
-def tile_shape(packing: Packing, columns: int, interpreted: bool) -> tuple[int, ...]:
-    """Return the shape of shared memory for the rows of a tile: [64, columns], or [units, rows, columns]."""
-    return (packing.units, packing.rows_of_unit, columns) if interpreted else (TILE_ROWS, columns)
+def tile_shape(packing: Packing, interpreted: bool) -> tuple[int, ...]:
+    """Return the shape of shared memory for 64 columns of a tile's rows: [64, 64], or [units, rows, 64]."""
+    return (packing.units, packing.rows_of_unit, 64) if interpreted else (TILE_ROWS, 64)
 
 
 def view_units(ref: Any, *index: Any, count: int, packing: Packing, interpreted: bool) -> Any:

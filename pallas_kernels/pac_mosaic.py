@@ -180,7 +180,7 @@ def _scratch(sizes: Sizes) -> Scratch:
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
     ring = plgpu.SMEM((sizes.stages, sizes.block, sizes.head_dim), sizes.dtype, transforms=tiled)
     rings = (LANES + 1) * sizes.stages
-    rows = tile_shape(sizes.packing, 64, sizes.interpreted)
+    rows = tile_shape(sizes.packing, sizes.interpreted)
     return Scratch(
         query=plgpu.SMEM((LANES, TILE_ROWS, sizes.head_dim), sizes.dtype, transforms=tiled),
         staged=plgpu.SMEM((sizes.columns // 64, *rows), sizes.dtype, transforms=(swizzle,)),

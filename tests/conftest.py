@@ -9,7 +9,7 @@ os.environ["PJRT_NPROC"] = "8"
 # Workers share the machine: without these, each takes most of a GPU's memory, and all cores for its float64 references.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
-# Most programs run once or twice: on a CPU, machine code that is made at full effort costs a fifth of the time of all.
+# Most programs run once or twice, and on a CPU making machine code of them at full effort takes longer than it saves.
 if shutil.which("nvidia-smi") is None:
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
 
