@@ -14,7 +14,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import load
 from pallas_kernels.pac_pipeline import Pipeline
 from pallas_kernels.packing import TILE_ROWS, Packing
 
@@ -44,22 +43,20 @@ def see_completions(pipeline: Pipeline, blocks: jax.Array | int, rings: Iterable
 
 
 def tile_shape(packing: Packing, interpreted: bool) -> tuple[int, ...]:
-    """Return the shape of shared memory for 64 columns of a tile's rows: [64, 64], or [units, rows, 64]."""
+    """Return the shape of shared memory for 64 columns of a tile: [64, 64], or [units, rows, 64]."""
     return (packing.units, packing.rows_of_unit, 64) if interpreted else (TILE_ROWS, 64)
 
 
-def view_units(ref: Any, *index: Any, count: int, packing: Packing, interpreted: bool) -> Any:
-    """View `count` units of such a tile as [count, rows, columns]; `index` ends with the first of them."""
-    *tile, first = index
+def view_units(ref: Any, first: Any, *, count: int, packing: Packing, interpreted: bool) -> Any:
+    """View `count` units of such a tile, from the first on, as [count, rows, 64]."""
     if interpreted:
-        return ref.at[*tile, pl.ds(first, count)]
+        return ref.at[pl.ds(first, count)]
     rows = packing.rows_of_unit
-    return ref.at[*tile, pl.ds(first * rows, count * rows)].reshape(count, rows, ref.shape[-1])
+    return ref.at[pl.ds(first * rows, count * rows)].reshape(count, rows, 64)
 
 
-def load_tile(tile_ref: Any, layout: Any, interpreted: bool) -> jax.Array:
-    """Load such a tile as [64, columns]; rows that are not in use may hold anything, and are NaN if interpreted."""
-    if not interpreted:
-        return load(tile_ref, layout)
-    rows = read(tile_ref).reshape(-1, tile_ref.shape[-1])
+def load_tile(tile_ref: Any) -> jax.Array:
+    """Load all columns of such a tile as [64, H]; rows that are not in use may hold anything, and are NaN."""
+    parts = read(tile_ref)  # [H / 64, units, rows, 64]
+    rows = jnp.moveaxis(parts.reshape(parts.shape[0], -1, 64), 0, 1).reshape(-1, parts.shape[0] * 64)
     return jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)

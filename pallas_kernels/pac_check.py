@@ -30,6 +30,6 @@ def check(pipeline: Pipeline) -> None:
 
     another = inputs.structure[0] != inputs.planned_structure[0]
     for ref in (inputs.merge_ptr, inputs.used_rows):
-        another |= ref[jnp.minimum(cta * _LINE, ref.shape[0] - 1)] < -1  # no plan has that
+        another |= ref[jnp.minimum(cta * _LINE, ref.shape[0] - 1)] < 0  # no plan has that
     broken = lax.fori_loop(0, -(-nodes // (num_ctas * _AT_ONCE)), some, another)
     pipeline.outputs.broken[cta] = broken.astype(jnp.int32)

@@ -46,38 +46,37 @@ class _Share(NamedTuple):
 def compute(pipeline: Pipeline) -> None:
     """Work on this lane's blocks of every segment."""
     scratch, warpgroup = pipeline.scratch, pipeline.warpgroup
-    for buffer in range(LANES):
+    for buffer in range(pipeline.sizes.query_buffers):
         plgpu.barrier_arrive(scratch.query_free.at[buffer])  # free to begin with
 
     # Free to begin with: for either lane to give its half, an arrival of the other.
     plgpu.barrier_arrive(scratch.half_free.at[1 - warpgroup])
 
     def work(segment: Segment, _: Segment, done: jax.Array, turn: jax.Array, __: None) -> None:
-        wide = segment.is_wide
+        wide, other = segment.is_wide, pipeline.query_buffer(turn + 1)
         share = _Share(
             segment=segment,
             lane=jnp.where(wide, warpgroup, 0),
-            buffer=jnp.where(wide, warpgroup, turn),
+            buffer=jnp.where(wide & (warpgroup == 1), other, turn),
             done=done,
             stride=jnp.where(wide, 1, LANES),
             first=jnp.where(wide, 0, lax.rem(warpgroup + done, jnp.int32(LANES))),
         )
-        buffer = jnp.where(wide, 0, turn)
-        plgpu.barrier_wait(scratch.query_full.at[buffer])
+        _wait_for_query(pipeline, segment.unit, turn)
 
         @pl.when(wide)
         def _second_buffer() -> None:
-            plgpu.barrier_wait(scratch.query_full.at[1])
+            _wait_for_query(pipeline, segment.other_unit, other)
 
         middle = share.blocks_before(segment.masked - segment.lo)
         count = share.blocks_before(segment.hi - segment.lo)
         state = lax.fori_loop(0, middle, functools.partial(_step, pipeline, share, masked=False), _nothing(pipeline))
         state = lax.fori_loop(middle, count, functools.partial(_step, pipeline, share, masked=True), state)
-        plgpu.barrier_arrive(scratch.query_free.at[buffer])
+        plgpu.barrier_arrive(scratch.query_free.at[turn])
 
         @pl.when(wide)
         def _own() -> None:
-            plgpu.barrier_arrive(scratch.query_free.at[1])
+            plgpu.barrier_arrive(scratch.query_free.at[other])
             _write(pipeline, jnp.where(warpgroup == 0, segment.partial, segment.other_partial), state)
 
         # The lane of the last block merges: the other one is done sooner, and has the next segment's first block.
@@ -94,6 +93,18 @@ def compute(pipeline: Pipeline) -> None:
     pipeline.each_segment(work)
     if pipeline.sizes.interpreted:
         interpret.see_completions(pipeline, 0, (), [scratch.half_free.at[warpgroup]])
+
+
+def _wait_for_query(pipeline: Pipeline, unit: jax.Array, buffer: jax.Array) -> None:
+    """Wait for the rows of a tile, which come together or unit by unit."""
+
+    @pl.when(unit >= 0)
+    def _together() -> None:
+        plgpu.barrier_wait(pipeline.scratch.query_together.at[buffer])
+
+    @pl.when(unit < 0)
+    def _unit_by_unit() -> None:
+        plgpu.barrier_wait(pipeline.scratch.query_scattered.at[buffer])
 
 
 def _nothing(pipeline: Pipeline) -> _State:
@@ -115,11 +126,17 @@ def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked
     readers = scratch.columns[slot, 0, 0] if masked else None  # of the first token; loaded ahead of the products
 
     def multiply_keys(scores_ref: Any) -> jax.Array:
-        plgpu.wgmma(scores_ref, scratch.query.at[share.buffer], transposed(scratch.keys.at[slot]))
+        for at in range(sizes.head_dim // 64):
+            plgpu.wgmma(
+                scores_ref,
+                scratch.query.tiled.at[share.buffer, at],
+                transposed(scratch.keys.at[slot, :, pl.ds(at * 64, 64)]),
+            )
         return scores_ref[...]
 
     if sizes.interpreted:
-        scores = interpret.multiply(scratch.query[share.buffer], interpret.read(scratch.keys.at[slot]).T)
+        query = interpret.load_tile(scratch.query.rows.at[share.buffer])
+        scores = interpret.multiply(query, interpret.read(scratch.keys.at[slot]).T)
     else:
         scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))  # [64, block]
     _release(segment, scratch.keys_free, slot)

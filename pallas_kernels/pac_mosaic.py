@@ -27,8 +27,8 @@ from pallas_kernels.interpret import tile_shape
 from pallas_kernels.pac_check import FOUND_GROUP, check
 from pallas_kernels.pac_compute import compute
 from pallas_kernels.pac_load import load_blocks
-from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Inputs, Outputs, Pipeline, Scratch, Sizes
-from pallas_kernels.pac_prepare import prepare, staging_arrivals
+from pallas_kernels.pac_pipeline import BLOCK_TOKENS, LANES, Inputs, Outputs, Pipeline, Query, Scratch, Sizes
+from pallas_kernels.pac_prepare import prepare
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 _LOADER, _PREPARER = LANES, LANES + 1
@@ -46,7 +46,7 @@ class Exactness(NamedTuple):
 
 
 class Merges(NamedTuple):
-    """What POR begins with, as `por_mosaic.por` takes it; -1 or more."""
+    """What POR begins with, as `por_mosaic.por` takes it; 0 or more."""
 
     merge_ptr: jax.Array  # int32 [streams + 1]
     used_rows: jax.Array  # int32 [1]
@@ -133,10 +133,11 @@ def pac(
 
     def body(*refs: Any) -> None:
         outputs = len(inputs) + len(Outputs._fields)
+        query, *others = refs[outputs:]
         pipeline = Pipeline(
             Inputs(**dict(zip(references, refs, strict=False))),
             Outputs(*refs[len(inputs) : outputs]),
-            Scratch(*refs[outputs:]),
+            Scratch(Query(query, query) if sizes.interpreted else Query(*query), *others),
             sizes,
         )
 
@@ -179,20 +180,21 @@ def _scratch(sizes: Sizes) -> Scratch:
     swizzle = plgpu.SwizzleTransform(128)
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
     ring = plgpu.SMEM((sizes.stages, sizes.block, sizes.head_dim), sizes.dtype, transforms=tiled)
-    rings = (LANES + 1) * sizes.stages
-    rows = tile_shape(sizes.packing, sizes.interpreted)
+    rings, buffers = (LANES + 1) * sizes.stages, sizes.query_buffers
+    query = (buffers, sizes.head_dim // 64, *tile_shape(sizes.packing, sizes.interpreted))
+    # Of 64 columns, rows follow each other in the same places with and without tiles of 8 rows. Both views begin where
+    # their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
+    views = [plgpu.SMEM(query, sizes.dtype, transforms=transforms) for transforms in ((swizzle,), tiled)]
     return Scratch(
-        query=plgpu.SMEM((LANES, TILE_ROWS, sizes.head_dim), sizes.dtype, transforms=tiled),
-        staged=plgpu.SMEM((sizes.columns // 64, *rows), sizes.dtype, transforms=(swizzle,)),
+        query=views[0] if sizes.interpreted else plgpu.RefUnion(*views),
         keys=ring,
         values=ring,
         columns=plgpu.SMEM((sizes.stages, 2 if sizes.causal else 1, BLOCK_TOKENS), jnp.int32),
         half=plgpu.SMEM((TILE_ROWS, sizes.columns), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), swizzle)),
         half_rows=plgpu.SMEM((2, TILE_ROWS), jnp.float32),
-        query_scattered=plgpu.Barrier(num_arrivals=staging_arrivals(sizes)),
-        query_together=plgpu.Barrier(num_arrivals=sizes.columns // 64),
-        query_full=plgpu.Barrier(num_barriers=LANES),
-        query_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=LANES),
+        query_scattered=plgpu.Barrier(num_arrivals=sizes.packing.units * sizes.head_dim // 64, num_barriers=buffers),
+        query_together=plgpu.Barrier(num_arrivals=sizes.head_dim // 64, num_barriers=buffers),
+        query_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=buffers),
         keys_full=plgpu.Barrier(num_arrivals=sizes.slots + 1, num_barriers=rings),  # pages, and the mask
         values_full=plgpu.Barrier(num_arrivals=sizes.slots, num_barriers=rings),
         keys_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),

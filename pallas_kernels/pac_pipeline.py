@@ -50,11 +50,17 @@ class Outputs(NamedTuple):
     broken: Any  # [thread blocks and more], whether one of the nodes that it looked at breaks the plan
 
 
+class Query(NamedTuple):
+    """Two views of the query buffers, [buffers, H / 64, 64, 64] each."""
+
+    rows: Any  # as copies write them; [buffers, H / 64, units, rows, 64] in the interpreter
+    tiled: Any  # as wgmma reads them
+
+
 class Scratch(NamedTuple):
     """Shared memory and barriers."""
 
-    query: Any  # [LANES, 64, H], as wgmma wants it
-    staged: Any  # [columns / 64, 64, 64], query rows as they come
+    query: Any  # its views, `Query`
     keys: Any  # [stages, block, H]
     values: Any
     columns: Any  # [stages, 1 or 2, BLOCK_TOKENS]: readers, and positions, of each token
@@ -62,7 +68,6 @@ class Scratch(NamedTuple):
     half_rows: Any  # [2, 64]
     query_scattered: Any
     query_together: Any
-    query_full: Any
     query_free: Any
     keys_full: Any
     values_full: Any
@@ -96,8 +101,13 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Columns of the head that one accumulator or staging buffer holds."""
+        """Columns of the head that one accumulator holds."""
         return self.head_dim if self.head_dim <= 128 else 64
+
+    @property
+    def query_buffers(self) -> int:
+        """Tiles of the query in shared memory; small ones are copied while as many are in use."""
+        return 2 * LANES if self.head_dim == 64 else LANES  # of 128 columns a third one fits, and gains nothing
 
     @property
     def most_units(self) -> int:
@@ -120,8 +130,8 @@ class Pipeline:
     def each_segment(self, work: Callable[..., Any], carried: Any = None) -> jax.Array:
         """Call carried = work(segment, the next one, blocks done before it, turn, carried) for every segment.
 
-        The next segment's fields are loaded meanwhile. Narrow segments take turns with the two query buffers, so that
-        one fills while the other is in use. Returns the blocks of all segments.
+        The next segment's fields are loaded meanwhile. `turn` is the query buffer of the segment's tile; a wide
+        segment's other tile has the one after it. Returns the blocks of all segments.
         """
         ref = self.inputs.segments
 
@@ -130,10 +140,15 @@ class Pipeline:
             at = jnp.minimum(s + 1, ref.shape[0] - 1)
             following = Segment(*(ref[at, field] for field in range(len(Segment._fields))))
             carried = work(segment, following, done, turn, carried)
-            return following, done + segment.hi - segment.lo, jnp.where(segment.is_wide, turn, 1 - turn), carried
+            tiles = jnp.where(segment.is_wide, LANES, 1)
+            return following, done + segment.hi - segment.lo, self.query_buffer(turn + tiles), carried
 
         begin = (self._first_segment, jnp.int32(0), jnp.int32(0), carried)
         return lax.fori_loop(self.first, self._last, step, begin)[1]
+
+    def query_buffer(self, number: jax.Array) -> jax.Array:
+        """Return the buffer of the query that tile `number` of this thread block has; numbers may begin anywhere."""
+        return lax.rem(number, jnp.int32(self.sizes.query_buffers))
 
     def slot(self, number: jax.Array) -> jax.Array:
         """Where in the rings block `number` of this thread block lies."""

@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jax import lax
 from pallas_kernels import interpret
 from pallas_kernels.columns import Page, Segment
 from pallas_kernels.compat import load
-from pallas_kernels.pac_pipeline import ALIKE, BLOCK_TOKENS, LANES, Pipeline, Sizes
+from pallas_kernels.pac_pipeline import ALIKE, BLOCK_TOKENS, Pipeline
 
 _MOST_AT_ONCE = 8  # loads in flight while gathering
 _FEW_SLOTS = 4  # pages of a block whose entries fit in registers beside the query rows
@@ -39,21 +38,15 @@ def prepare(pipeline: Pipeline) -> None:
     scratch, sizes = pipeline.scratch, pipeline.sizes
 
     def work(segment: Segment, _: Segment, done: jax.Array, turn: jax.Array, __: None) -> None:
-        wide = segment.is_wide
-        # What the first mask needs takes two trips to memory: where registers allow, while query rows are copied.
+        # Asked for ahead of the query rows where registers allow: what the first mask needs takes two trips to memory.
         early = _pages_of(pipeline, segment.masked) if sizes.slots <= _FEW_SLOTS else None
-        looked_up = _stage(
-            pipeline,
-            segment.tile,
-            segment.unit,
-            segment.head,
-            jnp.where(wide, 0, turn),
-            meanwhile=lambda: None if early is None else _look_up(pipeline, early),
-        )
+        _gather(pipeline, segment.tile, segment.unit, segment.head, turn)
+        looked_up = None if early is None else _look_up(pipeline, early)
 
-        @pl.when(wide)
+        @pl.when(segment.is_wide)
         def _second_tile() -> None:
-            _stage(pipeline, segment.other_tile, segment.other_unit, segment.head, 1)
+            other = pipeline.query_buffer(turn + 1)
+            _gather(pipeline, segment.other_tile, segment.other_unit, segment.head, other)
 
         def step(i: jax.Array, slots: _Slots, masked: bool) -> _Slots:
             number = done + i
@@ -78,81 +71,44 @@ def prepare(pipeline: Pipeline) -> None:
 
     blocks = pipeline.each_segment(work)
     if sizes.interpreted:
-        queries = [scratch.query_free.at[buffer] for buffer in range(LANES)]
+        queries = [scratch.query_free.at[buffer] for buffer in range(sizes.query_buffers)]
         interpret.see_completions(pipeline, blocks, [scratch.values_free], queries)
 
 
-def staging_arrivals(sizes: Sizes) -> int:
-    """Count the copies that gather one batch of columns of a tile unit by unit."""
-    return sizes.packing.units * (sizes.columns // 64)
-
-
-def _stage(
-    pipeline: Pipeline,
-    tile: jax.Array,
-    first: jax.Array,
-    head: jax.Array,
-    buffer: Any,
-    meanwhile: Callable[[], Any] = lambda: None,
-) -> Any:
-    """Gather the rows of a tile, together if they are consecutive in the query, and tile them for wgmma.
-
-    Returns what `meanwhile` does, which is called when the first copies are under way.
-    """
+def _gather(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Array, buffer: jax.Array) -> None:
+    """Copy the rows of a tile to a query buffer, together if they are consecutive in the query, or unit by unit."""
     inputs, scratch, sizes = pipeline.inputs, pipeline.scratch, pipeline.sizes
     packing, tokens = sizes.packing, sizes.query_tokens
     rows = packing.rows_of_unit
+    target = scratch.query.rows.at[buffer]
     at_once = max(number for number in range(1, _MOST_AT_ONCE + 1) if packing.units % number == 0)
 
-    def copy(entry: Any, count: int, part: Any, place: Any, columns: range, arrived: Any) -> None:
+    def copy(entry: Any, count: int, part: Any, place: Any, arrived: Any) -> None:
         """Copy `count` consecutive entries of the query to where unit `place` of the tile begins."""
         heads = pl.ds(head * packing.group + part * rows, rows)
-        for at, column in enumerate(columns):
+        for at in range(sizes.head_dim // 64):
             plgpu.copy_gmem_to_smem(
-                inputs.query.at[pl.ds(entry, count), heads, pl.ds(column, 64)],  # [count, rows, 64]
-                interpret.view_units(
-                    scratch.staged, at, place, count=count, packing=packing, interpreted=sizes.interpreted
-                ),
-                arrived,
+                inputs.query.at[pl.ds(entry, count), heads, pl.ds(at * 64, 64)],  # [count, rows, 64]
+                interpret.view_units(target.at[at], place, count=count, packing=packing, interpreted=sizes.interpreted),
+                arrived.at[buffer],
             )
 
-    for begin in range(0, sizes.head_dim, sizes.columns):
-        columns = range(begin, begin + sizes.columns, 64)
+    def some(i: jax.Array, _: None) -> None:
+        units = [i * at_once + j for j in range(at_once)]
+        places = [packing.unit(tile * packing.units + unit, sizes.batch, tokens) for unit in units]
+        requests = [inputs.request_of_row[row] for row, _, _ in places]
+        for unit, request, (_, token, part) in zip(units, requests, places, strict=True):
+            copy(request * tokens + token, 1, part, unit, scratch.query_scattered)
 
-        def some(i: jax.Array, _: None, columns: range = columns) -> None:
-            units = [i * at_once + j for j in range(at_once)]
-            places = [packing.unit(tile * packing.units + unit, sizes.batch, tokens) for unit in units]
-            requests = [inputs.request_of_row[row] for row, _, _ in places]
-            for unit, request, (_, token, part) in zip(units, requests, places, strict=True):
-                copy(request * tokens + token, 1, part, unit, columns, scratch.query_scattered)
+    plgpu.barrier_wait(scratch.query_free.at[buffer])
 
-        @pl.when(first >= 0)
-        def _together(columns: range = columns) -> None:
-            copy(first, sizes.most_units, 0, 0, columns, scratch.query_together)
+    @pl.when(first >= 0)
+    def _together() -> None:
+        copy(first, sizes.most_units, 0, 0, scratch.query_together)
 
-        @pl.when(first < 0)
-        def _unit_by_unit(some: Any = some) -> None:
-            lax.fori_loop(0, packing.units // at_once, some, None)
-
-        if begin == 0:
-            result = meanwhile()
-
-        @pl.when(first >= 0)
-        def _wait_for_all() -> None:
-            plgpu.barrier_wait(scratch.query_together)
-
-        @pl.when(first < 0)
-        def _wait_for_each() -> None:
-            plgpu.barrier_wait(scratch.query_scattered)
-
-        if begin == 0:
-            plgpu.barrier_wait(scratch.query_free.at[buffer])
-        for at, column in enumerate(columns):
-            values = interpret.load_tile(scratch.staged.at[at], plgpu.Layout.WGMMA, sizes.interpreted)  # [64, 64]
-            scratch.query.at[buffer, :, pl.ds(column, 64)][...] = values
-        plgpu.commit_smem()  # for wgmma, and before the next columns are copied to the staging buffer
-    plgpu.barrier_arrive(scratch.query_full.at[buffer])
-    return result
+    @pl.when(first < 0)
+    def _unit_by_unit() -> None:
+        lax.fori_loop(0, packing.units // at_once, some, None)
 
 
 def _pages_of(pipeline: Pipeline, block: jax.Array) -> _Pages:
