@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+from benchmarks.rounding import at_least, at_most
 from benchmarks.tables import markdown, speedups
 from benchmarks.workloads import PAPER
 
@@ -28,10 +29,10 @@ def over_decode(load: Load) -> str | None:
     gains = speedups([row for row in load(("attention_h200",)) if row["name"] in _SWEEPS], "flashinfer_decode_us")
     if not gains:
         return None
-    geometric, arithmetic = statistics.geometric_mean(gains), statistics.mean(gains)
+    geometric, arithmetic = at_least(statistics.geometric_mean(gains), 2), at_least(statistics.mean(gains), 2)
     return (
-        f"{geometric:.2f}x in the geometric mean ({arithmetic:.2f}x in the arithmetic) "
-        f"of {len(gains)} forests and up to {max(gains):.1f}x over FlashInfer decode, {min(gains):.2f}x at least"
+        f"{geometric}x in the geometric mean ({arithmetic}x in the arithmetic) of {len(gains)} forests "
+        f"and up to {at_least(max(gains), 1)}x over FlashInfer decode, {at_least(min(gains), 2)}x at least"
     )
 
 
@@ -44,9 +45,8 @@ def memory_reads(load: Load) -> str | None:
         ]
         gains = [row[f"flashinfer_decode_{field}"] / row[field] for row in rows]
         if gains:
-            said.append(
-                f"bytes {name} down {statistics.geometric_mean(gains):.1f}x on average, {max(gains):.1f}x at most"
-            )
+            mean, most = at_least(statistics.geometric_mean(gains), 1), at_least(max(gains), 1)
+            said.append(f"bytes {name} down {mean}x on average, {most}x at most")
     return "; ".join(said) or None
 
 
@@ -55,7 +55,8 @@ def long_context(load: Load) -> str | None:
     for row in load(("length_h200",)):
         if row["x"] == 50_000 and row.get("flashinfer_decode_us") and row.get("kernel_us"):
             ours, theirs = row["kernel_us"] / 1e3, row["flashinfer_decode_us"] / 1e3
-            return f"{theirs / ours:.1f}x ({ours:.3f} against {theirs:.3f} ms), {row['name']}, FlashInfer decode"
+            gain = at_least(theirs / ours, 1)
+            return f"{gain}x ({ours:.3f} against {theirs:.3f} ms), {row['name']}, FlashInfer decode"
     return None
 
 
@@ -68,7 +69,8 @@ def reduction(load: Load) -> str | None:
     ]
     if not shares:
         return None
-    return f"{statistics.median(shares):.1%} of PAC in the median of {len(shares)} forests, {max(shares):.1%} at most"
+    median, most = (at_most(100 * share, 1) for share in (statistics.median(shares), max(shares)))
+    return f"{median}% of PAC in the median of {len(shares)} forests, {most}% at most"
 
 
 def planning(load: Load) -> str | None:
@@ -97,8 +99,8 @@ def division(load: Load) -> str | None:
     if not over_best:
         return None
     return (
-        f"{min(over_best):.2f}x to {max(over_best):.2f}x over the best fixed division of {len(over_best)} forests, "
-        f"{min(over_one):.1f}x to {max(over_one):.1f}x over none"
+        f"{at_least(min(over_best), 2)}x to {at_least(max(over_best), 2)}x over the best fixed division of "
+        f"{len(over_best)} forests, {at_least(min(over_one), 1)}x to {at_least(max(over_one), 1)}x over none"
     )
 
 
@@ -111,7 +113,7 @@ def token_latency(load: Load) -> str | None:
             steps.setdefault(case, {})[row["variant"]] = row["wall_us"]
     said = []
     for (model, requests, document), times in steps.items():
-        others = [f"{times[kind] / times['shared']:.1f}x over {kind}" for kind in times if kind != "shared"]
+        others = [f"{at_least(times[kind] / times['shared'], 1)}x over {kind}" for kind in times if kind != "shared"]
         if "shared" in times and others:
             said.append(f"{model}, {requests} over {document}: {', '.join(others)}")
     return "; ".join(said) or None

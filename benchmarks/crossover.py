@@ -24,6 +24,7 @@ from jaxtyping import Float
 from benchmarks.attention import bounds, collect, measure_cudnn, measure_ours, require_gpu
 from benchmarks.inputs import Case, Inputs, Layout, make_inputs, reference, with_room
 from benchmarks.peers import Peers
+from benchmarks.rounding import at_least
 from benchmarks.rows import RESUME, attempt, finish, measured_before
 from benchmarks.workloads import flat, shared_root
 
@@ -152,7 +153,7 @@ def draw(rows: list[dict], out: Path) -> None:
         for (line, column), value in np.ndenumerate(values):
             if not np.isnan(value):
                 dark = value > 6 or value < 0.65
-                text = f"{value:.2f}" if value < 9.95 else f"{value:.0f}"
+                text = at_least(value, 2 if value < 10 else 0)
                 style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else "black"}
                 axes.text(column + 0.5, line + 0.5, text, **style)
         axes.set_xticks(np.arange(len(prefixes)) + 0.5, [str(prefix) for prefix in prefixes])

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from benchmarks.crossover import MOST_BEHIND, PAGED, PLAIN, SAME_KERNELS, gain
+from benchmarks.rounding import at_least, at_most
 from benchmarks.tune import by_config, score
 
 #: Field of a time, and the column's head.
@@ -59,13 +60,12 @@ def over_peers(rows: list[dict]) -> str:
     """Say in geometric means how much faster we are than each peer, and how far over the roofline."""
     measured = [row for row in rows if row.get("kernel_us")]
     ratios = [row["kernel_us"] / row["roofline_us"] for row in measured]
-    parts = [f"{statistics.geometric_mean(ratios):.2f}x the roofline"]
+    parts = [f"{at_most(statistics.geometric_mean(ratios), 2)}x the roofline"]
     for field, name in PEERS.items():
         gains = speedups(measured, field)
         if gains:
-            parts.append(
-                f"{statistics.geometric_mean(gains):.2f}x faster than {name} ({min(gains):.2f}x to {max(gains):.2f}x)"
-            )
+            mean, least, most = mean_and_range(gains)
+            parts.append(f"{mean} faster than {name} ({least} to {most})")
     return f"Geometric means over {len(measured)} forests: {', '.join(parts)}."
 
 
@@ -74,7 +74,7 @@ def figures(rows_of: dict[str, list[dict]]) -> str:
     lines = []
     for title, rows in rows_of.items():
         gains = [speedups(rows, field) for field in PEERS]
-        said = [f"{statistics.geometric_mean(x):.2f}x ({min(x):.2f}x to {max(x):.2f}x)" if x else "–" for x in gains]
+        said = ["{} ({} to {})".format(*mean_and_range(x)) if x else "–" for x in gains]
         lines.append([title, str(len([row for row in rows if row.get("kernel_us")])), *said])
     return markdown(["figure", "forests", *PEERS.values()], lines)
 
@@ -82,6 +82,11 @@ def figures(rows_of: dict[str, list[dict]]) -> str:
 def speedups(rows: list[dict], field: str) -> list[float]:
     """Return another time over ours, for every row that has both."""
     return [row[field] / row["kernel_us"] for row in rows if row.get(field) and row.get("kernel_us")]
+
+
+def mean_and_range(gains: list[float]) -> tuple[str, ...]:
+    """Show the geometric mean of speed-ups, the least and the greatest."""
+    return tuple(f"{at_least(value, 2)}x" for value in (statistics.geometric_mean(gains), min(gains), max(gains)))
 
 
 def figure(rows: list[dict]) -> str:
@@ -129,7 +134,13 @@ def crossover(rows: list[dict]) -> str:
     tables = []
     for series, cells in maps.items():
         prefixes, batches = (sorted({cell[i] for cell in cells}) for i in (0, 1))
-        lines = [[str(batch), *(number(cells.get((prefix, batch)), 2) for prefix in prefixes)] for batch in batches]
+        lines = [
+            [
+                str(batch),
+                *("–" if (cell := cells.get((prefix, batch))) is None else at_least(cell, 2) for prefix in prefixes),
+            ]
+            for batch in batches
+        ]
         tables.append(f"{series}:\n\n{markdown(['requests', *(f'{prefix} shared' for prefix in prefixes)], lines)}")
     behind = []
     for what, fields in (
@@ -140,7 +151,7 @@ def crossover(rows: list[dict]) -> str:
         gains = [value for row in rows if (value := gain(row, fields))]
         if gains:
             number_behind = sum(value * MOST_BEHIND < 1 for value in gains)
-            behind.append(f"{number_behind} of {len(gains)} are behind {what} ({min(gains):.2f}x at least)")
+            behind.append(f"{number_behind} of {len(gains)} are behind {what} ({at_least(min(gains), 2)}x at least)")
     tables.append(f"Cells more than 3% behind: {'; '.join(behind)}.")
     return "\n\n".join(tables)
 
@@ -225,7 +236,8 @@ def ablation(rows: list[dict]) -> str:
     if errors:
         shown.append(
             "The plan's cost model predicts these times of the default plan with an error of "
-            f"{max(errors):.1%} at most over {len(errors)} forests, {statistics.median(errors):.1%} in the median."
+            f"{at_most(100 * max(errors), 1)}% at most over {len(errors)} forests, "
+            f"{at_most(100 * statistics.median(errors), 1)}% in the median."
         )
     return "\n\n".join(shown)
 

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import report, tables
 from benchmarks.claims import CLAIMS, claims_table
 from benchmarks.report import PAGES, RESULTS, SOURCES, SUMMARIES, render
+from benchmarks.rounding import at_least, at_most
 from benchmarks.workloads import PAPER, PROBE
 
 COMMON = {"device": "NVIDIA H200", "date": "2026-01-02", "versions": {"jax": "0.11.2"}, "heads": "32/8"}
@@ -59,7 +60,7 @@ def test_a_region_fills_in_when_its_result_file_is_there_and_the_rest_of_the_pag
         "| one | 2.0 | 1.0 | 5.0 | – |",
         "| two | 8.0 | 1.0 | 20.0 | 4.0 |",
         "No time of FlashInfer decode: one (out of luck).",
-        "Geometric means over 2 forests: 4.00x the roofline, 2.51x faster than cuDNN (2.50x to 2.52x), "
+        "Geometric means over 2 forests: 4.00x the roofline, 2.50x faster than cuDNN (2.50x to 2.52x), "
         "0.50x faster than FlashInfer decode (0.50x to 0.50x).",
         "From [batch_h200.json](results/batch_h200.json): NVIDIA H200, JAX 0.11.2, 2026-01-02.",
     ):
@@ -68,6 +69,14 @@ def test_a_region_fills_in_when_its_result_file_is_there_and_the_rest_of_the_pag
     assert render(made, tmp_path, results) == made
     (results / "batch_h200.svg").touch()
     assert "![batch](results/batch_h200.svg)" in render(page("batch"), tmp_path, results)
+
+
+@pytest.mark.parametrize(
+    ("value", "down", "up"),
+    [(1.0376, "1.03", "1.04"), (1.0301, "1.03", "1.04"), (4 * (1 - 1e-15), "4.00", "4.00"), (0.29, "0.29", "0.29")],
+)
+def test_ratios_are_never_rounded_in_our_favour(value, down, up):
+    assert (at_least(value, 2), at_most(value, 2)) == (down, up)
 
 
 def test_figures_are_summed_up_in_a_line_each(tmp_path):
@@ -233,7 +242,7 @@ def test_claims_are_set_beside_what_was_measured():
         "1.00x at least",
         "bytes sent from L2 to SMs down 9.0x on average, 9.0x at most |",
         "4.5x (0.100 against 0.450 ms), long, FlashInfer decode",
-        "11.1% of PAC in the median of 2 forests, 11.1% at most",
+        "11.2% of PAC in the median of 2 forests, 11.2% at most",
         "1.23 ms for many, 0.32 ms when its leaves have grown",
         "0.98x to 1.10x over the best fixed division of 2 forests, 2.0x to 3.0x over none",
         "m, 16 over 100: 3.5x over unshared |",
