@@ -37,6 +37,11 @@ def number(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def speedup(value: float | None) -> str:
+    """Show a speed-up, or a dash where there is none."""
+    return "–" if value is None else at_least(value, 2)
+
+
 def times(rows: list[dict]) -> str:
     """Show kernel times in microseconds; below the table, what a peer could not run, and why."""
     shown = {field: name for field, name in TIMES.items() if any(field in row for row in rows)}
@@ -86,7 +91,7 @@ def speedups(rows: list[dict], field: str) -> list[float]:
 
 def mean_and_range(gains: list[float]) -> tuple[str, ...]:
     """Show the geometric mean of speed-ups, the least and the greatest."""
-    return tuple(f"{at_least(value, 2)}x" for value in (statistics.geometric_mean(gains), min(gains), max(gains)))
+    return tuple(f"{speedup(value)}x" for value in (statistics.geometric_mean(gains), min(gains), max(gains)))
 
 
 def figure(rows: list[dict]) -> str:
@@ -134,13 +139,7 @@ def crossover(rows: list[dict]) -> str:
     tables = []
     for series, cells in maps.items():
         prefixes, batches = (sorted({cell[i] for cell in cells}) for i in (0, 1))
-        lines = [
-            [
-                str(batch),
-                *("–" if (cell := cells.get((prefix, batch))) is None else at_least(cell, 2) for prefix in prefixes),
-            ]
-            for batch in batches
-        ]
+        lines = [[str(batch), *(speedup(cells.get((prefix, batch))) for prefix in prefixes)] for batch in batches]
         tables.append(f"{series}:\n\n{markdown(['requests', *(f'{prefix} shared' for prefix in prefixes)], lines)}")
     behind = []
     for what, fields in (

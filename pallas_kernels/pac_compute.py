@@ -126,7 +126,7 @@ def _step(pipeline: Pipeline, share: _Share, j: jax.Array, state: _State, masked
     readers = scratch.columns[slot, 0, 0] if masked else None  # of the first token; loaded ahead of the products
 
     def multiply_keys(scores_ref: Any) -> jax.Array:
-        for at in range(sizes.head_dim // 64):
+        for at in range(sizes.query_parts):
             plgpu.wgmma(
                 scores_ref,
                 scratch.query.tiled.at[share.buffer, at],

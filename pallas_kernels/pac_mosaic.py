@@ -181,7 +181,7 @@ def _scratch(sizes: Sizes) -> Scratch:
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
     ring = plgpu.SMEM((sizes.stages, sizes.block, sizes.head_dim), sizes.dtype, transforms=tiled)
     rings, buffers = (LANES + 1) * sizes.stages, sizes.query_buffers
-    query = (buffers, sizes.head_dim // 64, *tile_shape(sizes.packing, sizes.interpreted))
+    query = (buffers, sizes.query_parts, *tile_shape(sizes.packing, sizes.interpreted))
     # Of 64 columns, rows follow each other in the same places with and without tiles of 8 rows. Both views begin where
     # their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
     views = [plgpu.SMEM(query, sizes.dtype, transforms=transforms) for transforms in ((swizzle,), tiled)]
@@ -192,8 +192,8 @@ def _scratch(sizes: Sizes) -> Scratch:
         columns=plgpu.SMEM((sizes.stages, 2 if sizes.causal else 1, BLOCK_TOKENS), jnp.int32),
         half=plgpu.SMEM((TILE_ROWS, sizes.columns), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), swizzle)),
         half_rows=plgpu.SMEM((2, TILE_ROWS), jnp.float32),
-        query_scattered=plgpu.Barrier(num_arrivals=sizes.packing.units * sizes.head_dim // 64, num_barriers=buffers),
-        query_together=plgpu.Barrier(num_arrivals=sizes.head_dim // 64, num_barriers=buffers),
+        query_scattered=plgpu.Barrier(num_arrivals=sizes.packing.units * sizes.query_parts, num_barriers=buffers),
+        query_together=plgpu.Barrier(num_arrivals=sizes.query_parts, num_barriers=buffers),
         query_free=plgpu.Barrier(num_arrivals=LANES, num_barriers=buffers),
         keys_full=plgpu.Barrier(num_arrivals=sizes.slots + 1, num_barriers=rings),  # pages, and the mask
         values_full=plgpu.Barrier(num_arrivals=sizes.slots, num_barriers=rings),

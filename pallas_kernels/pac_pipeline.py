@@ -105,6 +105,11 @@ class Sizes:
         return self.head_dim if self.head_dim <= 128 else 64
 
     @property
+    def query_parts(self) -> int:
+        """Arrays of 64 columns that make up a tile of the query; each is copied by itself."""
+        return self.head_dim // 64
+
+    @property
     def query_buffers(self) -> int:
         """Tiles of the query in shared memory; small ones are copied while as many are in use."""
         return 2 * LANES if self.head_dim == 64 else LANES  # of 128 columns a third one fits, and gains nothing
@@ -147,7 +152,7 @@ class Pipeline:
         return lax.fori_loop(self.first, self._last, step, begin)[1]
 
     def query_buffer(self, number: jax.Array) -> jax.Array:
-        """Return the buffer of the query that tile `number` of this thread block has; numbers may begin anywhere."""
+        """Return the query buffer of a number: they are filled in turn."""
         return lax.rem(number, jnp.int32(self.sizes.query_buffers))
 
     def slot(self, number: jax.Array) -> jax.Array:

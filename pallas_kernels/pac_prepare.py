@@ -16,7 +16,7 @@ from pallas_kernels.compat import load
 from pallas_kernels.pac_pipeline import ALIKE, BLOCK_TOKENS, Pipeline
 
 _MOST_AT_ONCE = 8  # loads in flight while gathering
-_FEW_SLOTS = 4  # pages of a block whose entries fit in registers beside the query rows
+_FEW_SLOTS = 4  # pages of a block whose entries are kept in registers while the copies of query rows are issued
 _THREAD = plgpu.Layout.WG_STRIDED((BLOCK_TOKENS,), 1)  # a token for each thread
 
 _Pages = tuple[Page, ...] | jax.Array  # or the readers of each token, where those are given
@@ -86,7 +86,7 @@ def _gather(pipeline: Pipeline, tile: jax.Array, first: jax.Array, head: jax.Arr
     def copy(entry: Any, count: int, part: Any, place: Any, arrived: Any) -> None:
         """Copy `count` consecutive entries of the query to where unit `place` of the tile begins."""
         heads = pl.ds(head * packing.group + part * rows, rows)
-        for at in range(sizes.head_dim // 64):
+        for at in range(sizes.query_parts):
             plgpu.copy_gmem_to_smem(
                 inputs.query.at[pl.ds(entry, count), heads, pl.ds(at * 64, 64)],  # [count, rows, 64]
                 interpret.view_units(target.at[at], place, count=count, packing=packing, interpreted=sizes.interpreted),
