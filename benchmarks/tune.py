@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.attention import bounds, measure_ours
 from benchmarks.inputs import Layout, forget_programs, make_inputs, reference
-from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
+from benchmarks.rows import RESUME, attempt, conditions, draft_of, find, measured_before, publish, write_draft
 from benchmarks.turns import GPU
 from benchmarks.workloads import Workload, flat, k_ary, shared_root
 from codec_jax import Forest
@@ -62,15 +63,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=HEAD_DIMS, default=HEAD_DIMS)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} forests")
+    parser.add_argument("--resume", action="store_true", help=RESUME)
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+    before = measured_before(arguments.json, arguments.resume)
     rows: list[dict] = []
     for head_dim, workload in product(arguments.head_dim, FORESTS[: QUICK if arguments.quick else None]):
-        layout = Layout(head_dim=head_dim)
-        with GPU.taken():
-            measure, common = prepare(workload, layout)
-        rows += [common | row | conditions(layout) for row in sweep(head_dim, measure)]
+        rows += measured(workload, Layout(head_dim=head_dim), before)
         write_draft(rows, arguments.json)
     tables = list(product(arguments.head_dim, TABLES))
     print("\n\n".join(report(rows, head_dim, table) for head_dim, table in tables))
@@ -80,6 +80,19 @@ def main() -> None:
             f"{arguments.json} is as it was"
         )
     publish(arguments.json)
+
+
+def measured(workload: Workload, layout: Layout, before: list[dict]) -> list[dict]:
+    """Return a row for each config on a forest: one measured before, or a new one."""
+    of_forest = {"name": workload.name} | conditions(layout)
+    rows = {config: find(before, of_forest | asdict(config)) for config in candidates(layout.head_dim)}
+    missing = [config for config, row in rows.items() if row is None]
+    if missing:
+        with GPU.taken():
+            measure, common = prepare(workload, layout)
+        new = sweep(layout.head_dim, missing, measure)
+        rows |= {config: common | row | of_forest for config, row in zip(missing, new, strict=True)}
+    return list(rows.values())
 
 
 def prepare(workload: Workload, layout: Layout) -> tuple[Measure, dict]:
@@ -103,14 +116,14 @@ def candidates(head_dim: int) -> list[Config]:
     return [each for each in configs if 2 * 2 * each.block_tokens * head_dim * each.stages <= SHARED_MEMORY_BYTES]
 
 
-def sweep(head_dim: int, measure: Measure) -> list[dict]:
-    """Measure every config while planning and the kernels find it in either table; then put back what was there."""
+def sweep(head_dim: int, configs: list[Config], measure: Measure) -> list[dict]:
+    """Measure configs while planning and the kernels find it in either table; then put back what was there."""
     rows = []
-    for config in tqdm(candidates(head_dim), desc=f"head size {head_dim}"):
+    for config in tqdm(configs, desc=f"head size {head_dim}"):
         with GPU.taken(), patch.dict(LARGE, {head_dim: config}), patch.dict(SMALL, {head_dim: config}):
             forget_programs()
             fields = attempt(measure, "kernel_us", "error")
-        rows.append({"block_tokens": config.block_tokens, "stages": config.stages} | fields)
+        rows.append(asdict(config) | fields)
     forget_programs()
     return rows
 

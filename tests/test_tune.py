@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import tune
 from benchmarks.inputs import Layout, attend_with
+from benchmarks.workloads import Workload
 from codec_jax import Forest, make_plan
 from pallas_kernels.config import Config, config_for, config_of
 
@@ -57,7 +58,7 @@ def swept(request) -> tuple[list[dict], str]:
             return {"kernel_us": slower * (config.stages + config.block_tokens / 64)}
 
         common = {"name": name, "roofline_us": roofline_us, "head_dim": 128, "table": request.param}
-        rows += [common | row for row in tune.sweep(128, measure)]
+        rows += [common | row for row in tune.sweep(128, tune.candidates(128), measure)]
     return rows, request.param
 
 
@@ -74,14 +75,31 @@ def test_every_config_is_measured_while_planning_and_kernels_find_it():
 
     calls = [attend_with("mosaic")]
     before = {name: dict(table) for name, table in tune.TABLES.items()}
-    rows = tune.sweep(128, found)
+    rows = tune.sweep(128, tune.candidates(128), found)
     # No program is used twice, as its arguments do not tell for which sizes it was compiled.
     assert len({*calls, attend_with("mosaic")}) == len(rows) + 2
     assert [row.get("error") for row in rows] == [None] * len(rows)
     assert [Config(row["block_tokens"], row["stages"]) for row in rows] == tune.candidates(128)
     with pytest.raises(KeyboardInterrupt):
-        tune.sweep(128, interrupted)
+        tune.sweep(128, tune.candidates(128), interrupted)
     assert before == tune.TABLES
+
+
+def test_a_resumed_sweep_measures_the_configs_that_are_missing(monkeypatch):
+    def prepare(workload: Workload, layout: Layout) -> tuple[tune.Measure, dict]:
+        return lambda: calls.append(config_for(256, 0, 0, 1.0)) or {"kernel_us": float(len(calls))}, {"requests": 16}
+
+    calls: list[Config] = []
+    monkeypatch.setattr(tune, "prepare", prepare)
+    layout, first, second = Layout(head_dim=256), *tune.FORESTS[:2]
+    whole = tune.measured(first, layout, [])
+    assert calls == tune.candidates(256)
+    assert tune.measured(first, layout, whole[1:]) == [whole[0] | {"kernel_us": 3.0}, whole[1]]
+    assert calls == [*tune.candidates(256), tune.candidates(256)[0]]
+    assert tune.measured(first, layout, whole) == whole
+    assert len(calls) == 3
+    assert [row["name"] for row in tune.measured(second, layout, whole)] == [second.name] * 2
+    assert len(calls) == 5
 
 
 def test_a_config_that_does_not_compile_keeps_its_row_and_cannot_be_the_best(swept):
