@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import faulthandler
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,6 +33,10 @@ METRICS = {
 #: The configurations of the peers that are counted: the fastest ones on an H200, on every forest that was timed.
 CONFIGURATIONS = {"flashinfer_decode": "tensor cores", "flashinfer_cascade": "fa2"}
 
+#: Now and then a process that compiles under ncu crashes, or never ends (ncu 2025.3.1, JAX 0.11.2). So a case of ours,
+#: which takes ten seconds, may take so many, and one that is lost is counted again by itself, so often.
+CASE_SECONDS, MORE_TRIES = 120, 2
+
 
 def read_counters(cases: Sequence[Case], caller: str) -> list[dict[str, int] | str]:
     """Sum the counters over all kernels of a call on each case, or say why there is no sum.
@@ -39,6 +45,19 @@ def read_counters(cases: Sequence[Case], caller: str) -> list[dict[str, int] | s
 
     Raises FileNotFoundError without ncu.
     """
+    counts, said = count_together(cases, caller)
+    for i in [i for i, count in enumerate(counts) if count is None]:
+        for _ in range(MORE_TRIES):
+            [counts[i]], said = count_together(cases[i : i + 1], caller)
+            if counts[i] is not None:
+                break
+        else:  # it is not by chance
+            break
+    return [f"ncu gave no counters: {said}" if count is None else count for count in counts]
+
+
+def count_together(cases: Sequence[Case], caller: str) -> tuple[list[dict[str, int] | str | None], str]:
+    """Count cases in one process; returns None for each one that it lost, and what was said at the end."""
     with TemporaryDirectory() as folder:
         asked, failed = Path(folder) / "cases.json", Path(folder) / "failed.json"
         asked.write_text(json.dumps([{"workload": case.workload, "layout": case.layout} for case in cases]))
@@ -52,8 +71,25 @@ def read_counters(cases: Sequence[Case], caller: str) -> list[dict[str, int] | s
         reasons = json.loads(failed.read_text()) if failed.exists() else {}
     counts = totals(run.stdout)
     counts += [None] * (len(cases) - len(counts))
-    nothing = f"ncu gave no counters: {' '.join((run.stderr or run.stdout).split())[-260:]}"
-    return [reasons.get(str(i)) or counts[i] or nothing for i in range(len(cases))]
+    return [reasons.get(str(i)) or counts[i] for i in range(len(cases))], last_words(run.stdout, run.stderr)
+
+
+def last_words(stdout: str, stderr: str) -> str:
+    """Say in one line how a process under ncu ended that gave too few counts."""
+    if "Timeout (" in stderr:  # by `at_most`
+        return f"a case took more than {CASE_SECONDS} s"
+    messages = stderr or "\n".join(row for row in stdout.splitlines() if not row.startswith('"'))
+    return " ".join(messages.split())[-260:]
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """End the process if this takes longer, whatever it is doing."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def totals(report: str) -> list[dict[str, int] | None]:
@@ -115,7 +151,8 @@ def main() -> None:
     profile(end)
     reasons = {}
     for i, fields in enumerate(json.loads(Path(asked).read_text())):
-        with GPU.taken():
+        # The first use of a peer compiles it for minutes.
+        with GPU.taken(), nullcontext() if caller in CONFIGURATIONS else at_most(CASE_SECONDS):
             try:
                 profile(prepare(Case(Workload(*fields["workload"]), Layout(*fields["layout"])), caller))
             except Exception as error:

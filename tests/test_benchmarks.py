@@ -1,6 +1,8 @@
 """Benchmarks as far as they show without a GPU: workloads, counts, clocks, the reference, tables, rows and plots."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -256,24 +258,66 @@ def test_a_report_without_kernels_is_no_count_of_zero(report):
     assert counters.totals(report) == []
 
 
-def test_a_case_without_a_count_says_why(monkeypatch):
-    """ncu is replaced by a process that fails on the second case and ends within the fourth."""
+def ncu(reports: list[str], failed_case: int | None = None) -> tuple[Callable, list[list[str]]]:
+    """Take ncu's place: a process that gives one report after the other, and the cases that it was asked for."""
+    asked_for = []
 
-    def ncu(command: list[str], **_: object) -> SimpleNamespace:
+    def run(command: list[str], **_: object) -> SimpleNamespace:
         asked, failed, caller = command[-3:]
-        assert [each["workload"][0] for each in json.loads(Path(asked).read_text())] == [w.name for w in SHAPES]
         assert caller == "mosaic"
-        Path(failed).write_text(json.dumps({1: "ValueError: out of luck"}))
-        return SimpleNamespace(stdout=REPORT, stderr="==ERROR==  the process\nended")
+        asked_for.append([each["workload"][0] for each in json.loads(Path(asked).read_text())])
+        if failed_case is not None:
+            Path(failed).write_text(json.dumps({failed_case: "ValueError: out of luck"}))
+        return SimpleNamespace(stdout=reports[len(asked_for) - 1], stderr="==ERROR==  the process\nended")
 
-    monkeypatch.setattr(counters.subprocess, "run", ncu)
+    return run, asked_for
+
+
+NAMES = [workload.name for workload in SHAPES]
+ONE = "".join(REPORT.splitlines(keepends=True)[2:8])  # a report of the first case alone
+
+
+def test_a_case_that_is_lost_is_counted_again_by_itself(monkeypatch):
+    """The first process fails on the second case and ends within the fourth; the second one ends at once."""
+    run, asked_for = ncu([REPORT, "", ONE], failed_case=1)
+    monkeypatch.setattr(counters.subprocess, "run", run)
     got = counters.read_counters([Case(workload) for workload in SHAPES], "mosaic")
-    assert got == [FIRST, "ValueError: out of luck", THIRD, "ncu gave no counters: ==ERROR== the process ended"]
-    monkeypatch.setattr(attention, "read_counters", lambda *_: got[3:])
+    assert got == [FIRST, "ValueError: out of luck", THIRD, FIRST]
+    assert asked_for == [NAMES, NAMES[3:], NAMES[3:]]
+
+
+def test_a_case_that_is_always_lost_says_why(monkeypatch):
+    run, asked_for = ncu([""] * 3)
+    monkeypatch.setattr(counters.subprocess, "run", run)
+    got = counters.read_counters([Case(workload) for workload in SHAPES], "mosaic")
+    assert got == ["ncu gave no counters: ==ERROR== the process ended"] * len(SHAPES)
+    assert asked_for == [NAMES, NAMES[:1], NAMES[:1]]  # the others are not tried in vain
+    monkeypatch.setattr(attention, "read_counters", lambda *_: got[:1])
     with pytest.raises(RuntimeError, match="ncu gave no counters"):
         attention.count(Case(SHAPES[0]), "mosaic")
-    monkeypatch.setattr(attention, "read_counters", lambda *_: got[:1])
+    monkeypatch.setattr(attention, "read_counters", lambda *_: [FIRST])
     assert attention.count(Case(SHAPES[0]), "mosaic") == FIRST
+
+
+def test_a_process_that_does_not_end_is_ended():
+    script = """
+import time
+from benchmarks.counters import at_most
+with at_most(0.1):
+    pass
+time.sleep(0.5)
+print("in time", flush=True)
+with at_most(0.1):
+    time.sleep(50)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "in time\n")
+    assert counters.last_words(ended.stdout, ended.stderr) == f"a case took more than {counters.CASE_SECONDS} s"
+
+
+def test_last_words_are_no_counts():
+    assert counters.last_words(REPORT, "").startswith("==WARNING==")
+    assert counters.last_words(REPORT, "").endswith("Connected to process 1")
 
 
 # ---------------------------------------------------------------------- rows
