@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.counters import read_counters
 from benchmarks.inputs import Case, Inputs, Layout, attention_call, check, make_inputs, padded_slots, reference
-from benchmarks.peers import PEERS, Peers
+from benchmarks.peers import FLASHINFER, FLEX, PEERS, Peers
 from benchmarks.rows import RESUME, attempt, conditions, find, finish, measured_before, write_draft
 from benchmarks.timing import kernel_runs, kernel_time, wall_time
 from benchmarks.turns import GPU, compiled_once
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", default="mosaic")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peers", action="store_true", help="FlashInfer too; it compiles kernels for minutes at first")
+    parser.add_argument("--flex", action="store_true", help="PyTorch's FlexAttention too; it compiles for every forest")
     parser.add_argument("--counters", action="store_true", help="bytes by hardware counters too; needs ncu")
     parser.add_argument("--resume", action="store_true", help=RESUME)
 
@@ -73,8 +74,9 @@ def run(cases: Sequence[Case], arguments: argparse.Namespace) -> list[dict]:
 
     Exits where our own time is missing from a row: the rows then stay in the draft of the result.
     """
-    peers = Peers() if arguments.peers else None
-    packages = ["torch", "flashinfer-python"] * arguments.peers
+    names = FLASHINFER * arguments.peers + FLEX * arguments.flex
+    peers = Peers(names) if names else None
+    packages = ["torch"] * bool(names) + ["flashinfer-python"] * arguments.peers
     before = measured_before(arguments.json, arguments.resume)
     rows = collect(cases, partial(measure, arguments=arguments, peers=peers), arguments.json, before, *packages)
     if peers:

@@ -1,9 +1,10 @@
-"""FlashInfer on the same forests, pages and queries: batch decode over shared pages, and multi-level cascade.
+"""FlashInfer and FlexAttention on the same forests, pages and queries.
 
-    decode   a request's page table lists the pages of all nodes on its path, so that what is shared is stored once
-    cascade  one level for each depth of the tree; a node is an entry of its level, with its readers' queries
+    FlashInfer decode   a request's page table lists the pages of all nodes on its path: what is shared is stored once
+    FlashInfer cascade  one level for each depth of the tree; a node is an entry of its level, with its readers' queries
+    FlexAttention       all pages are one long context, of which a mask says who reads what (benchmarks/flex.py)
 
-Both read the pages where JAX has put them, with requests in depth-first order. Plans and the tables are made before
+All read the pages where JAX has put them, with requests in depth-first order. Plans and the tables are made before
 anything is timed. Kernels do not start before the last one has ended, since their wait would count as work. FlashInfer
 and torch stay in a process of their own: a kernel that fails takes only that one along.
 """
@@ -23,6 +24,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from benchmarks import flex
 from benchmarks.inputs import MOST_RELATIVE_ERROR, Inputs, Layout, check, make_inputs
 from benchmarks.rows import reason
 from benchmarks.timing import kernel_time
@@ -141,6 +143,64 @@ def decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
     return lambda: wrapper.run(query, pages, out=out, enable_pdl=False)
 
 
+def persistent(tensors: Tensors) -> Run:
+    """Plan batch attention, one persistent kernel that merges what it has split, for a row of each request."""
+    import flashinfer
+    import torch
+
+    query, table = tensors.query, request_table(tensors.forest)
+    pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
+    rows, num_q_heads, head_dim = query.shape
+    tokens = np.diff(table.page_ptr) * table.page_size - table.page_size + table.last_page_tokens
+    wrapper = flashinfer.BatchAttention("NHD")
+    wrapper.plan(
+        *(torch.from_numpy(x).cuda() for x in (table.row_ptr, table.page_ptr, table.pages, tokens.astype(np.int32))),
+        num_q_heads,
+        pages[0].shape[2],
+        head_dim,
+        head_dim,
+        table.page_size,
+        q_data_type=query.dtype,
+        kv_data_type=query.dtype,
+    )
+    out, lse = torch.empty_like(query), torch.empty((rows, num_q_heads), dtype=torch.float32, device=query.device)
+    return lambda: wrapper.run(query, pages, out=out, lse=lse)[0]
+
+
+def xqa(tensors: Tensors) -> Run:
+    """Make the call of TensorRT-LLM's decode kernel, which has no plan; pages of 16, 32, 64 or 128 tokens."""
+    import flashinfer
+    import torch
+
+    query, table = tensors.query, request_table(tensors.forest)
+    if table.page_size not in (16, 32, 64, 128):
+        raise ValueError(f"expected pages of 16, 32, 64 or 128 tokens, inner nodes fill pages of {table.page_size}")
+    pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
+    counts = np.diff(table.page_ptr)
+    listed = np.zeros((len(counts), counts.max()), np.int32)
+    listed[np.arange(counts.max()) < counts[:, None]] = table.pages
+    tokens = ((counts - 1) * table.page_size + table.last_page_tokens).astype(np.uint32)
+    page_table, lengths = (torch.from_numpy(x).cuda() for x in (listed, tokens))
+    # It counts on zeros there and leaves them; the others' workspace is not clean.
+    out, workspace = torch.empty_like(query), torch.zeros_like(tensors.workspace)
+
+    def run() -> torch.Tensor:
+        return flashinfer.decode.xqa_batch_decode_with_kv_cache(
+            query,
+            pages,
+            workspace,
+            page_table,
+            lengths,
+            page_table.shape[1] * table.page_size,
+            bmm1_scale=query.shape[-1] ** -0.5,
+            out=out,
+            enable_pdl=False,
+        )
+
+    run()  # compiles the kernel
+    return run
+
+
 def cascade(tensors: Tensors, backend: str) -> Run:
     """Plan what MultiLevelCascadeAttentionWrapper runs, which has no choice of backend of its own.
 
@@ -174,12 +234,19 @@ PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
     "flashinfer_decode": {
         "tensor cores": functools.partial(decode, use_tensor_cores=True),
         "CUDA cores": functools.partial(decode, use_tensor_cores=False),
+        "persistent": persistent,
+        "XQA": xqa,
     },
     "flashinfer_cascade": {
         "fa2": functools.partial(cascade, backend="fa2"),
         "fa3": functools.partial(cascade, backend="fa3"),
     },
+    "flex_attention": {
+        "one batch": lambda tensors: flex.attend(tensors.forest, tensors.query, tensors.pages, by_request=False),
+        "by request": lambda tensors: flex.attend(tensors.forest, tensors.query, tensors.pages, by_request=True),
+    },
 }
+FLASHINFER, FLEX = ("flashinfer_decode", "flashinfer_cascade"), ("flex_attention",)
 
 #: A cascade rounds its partial results to bfloat16 at every level.
 MOST_PEER_ERROR = 3 * MOST_RELATIVE_ERROR
@@ -230,7 +297,7 @@ def _time(plan: Future[Run], expected: Float[np.ndarray, "B N H"], repeats: int)
 class Peers:
     """A process that measures the peers, and a new one after each failure, which may have spoilt the device's state."""
 
-    def __init__(self, names: Sequence[str] = tuple(PEERS)) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         """Start nothing yet."""
         self.names = tuple(names)
         self._pool: ProcessPoolExecutor | None = None
@@ -245,9 +312,9 @@ class Peers:
             row = self._pool.submit(measure, *arguments, self.names).result()
         except Exception as error:
             row = {f"{peer}_us": None for peer in self.names} | {f"{peer}_error": reason(error) for peer in self.names}
-        # The time of a configuration is a reason where it failed.
+        # The time of a configuration is a reason where it failed. A ValueError comes before anything runs.
         times = [time for peer in self.names for time in row.get(f"{peer}_configurations", {"all": "failed"}).values()]
-        if any(isinstance(time, str) for time in times):
+        if any(isinstance(time, str) and not time.startswith("ValueError") for time in times):
             self.close()
         return row
 

@@ -16,9 +16,11 @@ TIMES = {
     "cudnn_us": "cuDNN",
     "flashinfer_decode_us": "FlashInfer decode",
     "flashinfer_cascade_us": "FlashInfer cascade",
+    "flex_attention_us": "FlexAttention",
 }
 PEERS = {field: name for field, name in TIMES.items() if field not in ("kernel_us", "roofline_us")}
-_VERSIONS = {"jax": "JAX", "flashinfer-python": "FlashInfer"}
+_IN_FIGURES = {field: name for field, name in PEERS.items() if field != "flex_attention_us"}
+_VERSIONS = {"jax": "JAX", "flashinfer-python": "FlashInfer", "torch": "PyTorch"}
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -78,10 +80,10 @@ def figures(rows_of: dict[str, list[dict]]) -> str:
     """Sum figures up, a line each: how many forests, and in geometric means how much longer each peer takes."""
     lines = []
     for title, rows in rows_of.items():
-        gains = [speedups(rows, field) for field in PEERS]
+        gains = [speedups(rows, field) for field in _IN_FIGURES]
         said = ["{} ({} to {})".format(*mean_and_range(x)) if x else "–" for x in gains]
         lines.append([title, str(len([row for row in rows if row.get("kernel_us")])), *said])
-    return markdown(["figure", "forests", *PEERS.values()], lines)
+    return markdown(["figure", "forests", *_IN_FIGURES.values()], lines)
 
 
 def speedups(rows: list[dict], field: str) -> list[float]:

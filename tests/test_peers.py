@@ -69,7 +69,7 @@ def end_the_process(status: int, names: tuple[str, ...]) -> None:
 
 def test_a_peer_that_cannot_run_or_ends_its_process_is_reported_with_the_reason(monkeypatch):
     arguments = (flat(1, 20), SMALL, np.ones((1, 8, 16), np.float32), 1)
-    running = Peers()
+    running = Peers(PEERS)
     with monkeypatch.context() as patched:
         patched.setattr(peers, "measure", end_the_process)
         crashed = running.measure(1)
