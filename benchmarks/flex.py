@@ -100,7 +100,6 @@ def attend(
         BLOCK_SIZE=(rows_per_block, BLOCK_TOKENS),
         mask_mod=reads,
         seq_lengths=(rows, key.shape[2]),
-        compute_q_blocks=False,  # for the backward pass
     )
     batched = query[:, :, None] if by_request else query.transpose(0, 1)[None]  # [batch, N, rows, H]
     call = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")

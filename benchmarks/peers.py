@@ -62,6 +62,20 @@ class PageTable(NamedTuple):
             page_size=page_size,
         )
 
+    @property
+    def tokens(self) -> Int[np.ndarray, " entries"]:
+        """Tokens of each entry."""
+        pages = np.diff(self.page_ptr)
+        return np.where(pages > 0, (pages - 1) * self.page_size + self.last_page_tokens, 0).astype(np.int32)
+
+    @property
+    def listed(self) -> Int[np.ndarray, "entries most_pages"]:
+        """The pages of each entry in a row of a table; 0 where it has no more."""
+        pages = np.diff(self.page_ptr)
+        table = np.zeros((len(pages), pages.max()), np.int32)
+        table[np.arange(table.shape[1]) < pages[:, None]] = self.pages
+        return table
+
 
 def request_table(forest: Forest) -> PageTable:
     """One entry for each request: its whole context.
@@ -151,10 +165,9 @@ def persistent(tensors: Tensors) -> Run:
     query, table = tensors.query, request_table(tensors.forest)
     pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
     rows, num_q_heads, head_dim = query.shape
-    tokens = np.diff(table.page_ptr) * table.page_size - table.page_size + table.last_page_tokens
     wrapper = flashinfer.BatchAttention("NHD")
     wrapper.plan(
-        *(torch.from_numpy(x).cuda() for x in (table.row_ptr, table.page_ptr, table.pages, tokens.astype(np.int32))),
+        *(torch.from_numpy(x).cuda() for x in (table.row_ptr, table.page_ptr, table.pages, table.tokens)),
         num_q_heads,
         pages[0].shape[2],
         head_dim,
@@ -176,11 +189,7 @@ def xqa(tensors: Tensors) -> Run:
     if table.page_size not in (16, 32, 64, 128):
         raise ValueError(f"expected pages of 16, 32, 64 or 128 tokens, inner nodes fill pages of {table.page_size}")
     pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
-    counts = np.diff(table.page_ptr)
-    listed = np.zeros((len(counts), counts.max()), np.int32)
-    listed[np.arange(counts.max()) < counts[:, None]] = table.pages
-    tokens = ((counts - 1) * table.page_size + table.last_page_tokens).astype(np.uint32)
-    page_table, lengths = (torch.from_numpy(x).cuda() for x in (listed, tokens))
+    page_table, lengths = (torch.from_numpy(x).cuda() for x in (table.listed, table.tokens.astype(np.uint32)))
     # It counts on zeros there and leaves them; the others' workspace is not clean.
     out, workspace = torch.empty_like(query), torch.zeros_like(tensors.workspace)
 

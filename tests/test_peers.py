@@ -33,6 +33,12 @@ def test_a_request_table_lists_every_context_in_order(tree: Tree, page_size: int
     expected = contexts(tree, page_size)
     for row, request in enumerate(forest.request_of_row):
         assert entry_slots(table, row) == expected[request]
+        assert table.tokens[row] == len(expected[request])
+        pages = expected[request][:: table.page_size]
+        assert table.listed[row].tolist() == [
+            *(slot // table.page_size for slot in pages),
+            *[0] * (table.listed.shape[1] - len(pages)),
+        ]
 
 
 @pytest.mark.parametrize(("root", "page_size"), [(64, 32), (48, 16), (50, 2), (51, 1)])
