@@ -70,9 +70,18 @@ def _table(lists: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def attend(
-    forest: Forest, query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], by_request: bool
+    forest: Forest,
+    query: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor],
+    by_request: bool,
+    most_rows: int | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """Compile the call for a query [B, N, H] in depth-first order; it returns the output in the same order."""
+    """Compile the call for a query [B, N, H] in depth-first order; it returns the output in the same order.
+
+    The decoding kernel has all rows in one block, or at most so many, a power of two.
+
+    Raises ValueError where it has no more than so many.
+    """
     import torch
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -89,9 +98,11 @@ def attend(
         return (lo[slot] <= reader) & (reader < hi[slot])
 
     rows = 1 if by_request else num_rows
-    rows_per_block = _BLOCK_ROWS
-    if rows < _BLOCK_ROWS:  # a block of the mask must hold those of all q heads of a kv head, up to a power of two
-        rows_per_block = max(_BLOCK_ROWS, 1 << (rows * num_q_heads // key.shape[1] - 1).bit_length())
+    decoding_rows = rows * num_q_heads // key.shape[1]  # those of all q heads of a kv head are one block
+    if most_rows and (rows >= _BLOCK_ROWS or decoding_rows <= most_rows):
+        raise ValueError(f"expected more than {most_rows} rows of a decoding kernel, got {decoding_rows}")
+    rows_per_block = _BLOCK_ROWS if rows >= _BLOCK_ROWS else max(_BLOCK_ROWS, 1 << (decoding_rows - 1).bit_length())
+    options = {"BLOCK_M": most_rows} if most_rows else None
     mask = BlockMask.from_kv_blocks(
         masked_count,
         masked,
@@ -105,7 +116,7 @@ def attend(
     call = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
 
     def run() -> torch.Tensor:
-        out = call(batched, key, value, block_mask=mask, enable_gqa=True)
+        out = call(batched, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
         return out[:, :, 0] if by_request else out[0].transpose(0, 1)
 
     with _COMPILING:

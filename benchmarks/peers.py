@@ -251,8 +251,9 @@ PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
         "fa3": functools.partial(cascade, backend="fa3"),
     },
     "flex_attention": {
-        "one batch": lambda tensors: flex.attend(tensors.forest, tensors.query, tensors.pages, by_request=False),
-        "by request": lambda tensors: flex.attend(tensors.forest, tensors.query, tensors.pages, by_request=True),
+        "one batch": lambda tensors: flex.attend(*tensors[:3], by_request=False),
+        "one batch, 64 rows a block": lambda tensors: flex.attend(*tensors[:3], by_request=False, most_rows=64),
+        "by request": lambda tensors: flex.attend(*tensors[:3], by_request=True),
     },
 }
 FLASHINFER, FLEX = ("flashinfer_decode", "flashinfer_cascade"), ("flex_attention",)
