@@ -1,6 +1,6 @@
 """Time forest_attention under other divisions of its work, and without sharing: what the planner is worth on a GPU.
 
-    python -m benchmarks.ablation --json benchmarks/results/ablation.json [--part NAME ...] [--trees PATH]
+    python -m benchmarks.ablation --json benchmarks/results/ablation.json [--part NAME ...] [--trees PATH] [--quick]
 
     sharing     neither sharing nor division, the tree only, division only, both: on two trees of 200k tokens of context
     fixed       every stream cut into 1, 2, 4, ..., 128 slices, and the default
@@ -78,12 +78,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--trees", type=Path, help="recorded trees, for `predicted`")
+    parser.add_argument("--plot", type=Path, help="an SVG file; of sharing and fixed divisions")
+    parser.add_argument("--quick", action="store_true", help="the last forest of each part only")
     parser.add_argument("--resume", action="store_true", help=RESUME)
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
     trees = [case.workload for case in recorded_trees(arguments.trees)] if arguments.trees else []
-    cases = [case for part in arguments.part for case in cases_of(part, trees)]
+    cases = [case for part in arguments.part for case in cases_of(part, trees)[-1 if arguments.quick else 0 :]]
     rows = collect(cases, Layout(), arguments.json, measured_before(arguments.json, arguments.resume))
     print(summary(rows))
     failed = [f"{row['name']}, {row['variant']}" for row in rows if row["kernel_us"] is None]
@@ -92,6 +94,10 @@ def main() -> None:
             f"failed: {'; '.join(failed)}. The rows are in {draft_of(arguments.json)}, {arguments.json} is as it was"
         )
     publish(arguments.json)
+    if arguments.plot:
+        from benchmarks import charts
+
+        charts.ablation(rows, arguments.plot)
 
 
 def cases_of(part: str, trees: list[Workload]) -> list[Case]:

@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=DOCUMENTS, help="tokens that all requests share")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--quick", action="store_true", help="the first document and number of requests only")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -75,6 +76,10 @@ def main() -> None:
             f"failed: {'; '.join(failed)}. The rows are in {draft_of(arguments.json)}, {arguments.json} is as it was"
         )
     publish(arguments.json)
+    if arguments.plot:
+        from benchmarks import charts
+
+        charts.decoding(rows, arguments.plot)
 
 
 def collect(model: Decoder, cases: list[SharedDocument], variants: list[str], path: Path, common: dict) -> list[dict]:

@@ -41,6 +41,7 @@ MANY_QUESTIONS, MANY_REQUESTS = shared_root(120_000, 64, 2048), k_ary(4, 6, 256)
 FORESTS = [MANY_QUESTIONS, MANY_REQUESTS, *(each for each in PAPER if each != MANY_QUESTIONS)]
 DRAWN = [MANY_QUESTIONS, MANY_REQUESTS, k_ary(2, 6, 1024), degenerate(6, 4096)]
 
+QUICK = 2  # forests
 STEPS = 16
 LEAST_CALLS, LEAST_SECONDS = 15, 0.3
 
@@ -50,10 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plot", type=Path, help="an SVG file")
+    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK} forests only")
     arguments = parser.parse_args()
     layout = Layout()
     rows: list[dict] = []
-    for workload in tqdm(FORESTS):
+    for workload in tqdm(FORESTS[: QUICK if arguments.quick else None]):
         rows.append(measure(workload, layout))
         write_draft(rows, arguments.json)
         tqdm.write(line(rows[-1]))

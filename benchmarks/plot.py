@@ -65,15 +65,23 @@ def save(canvas: Canvas, out: Path) -> None:
         canvas.savefig(out, metadata={"Date": None})
 
 
-def markers(rows: list[dict]) -> Canvas:
-    """Draw one line of markers for each row, in the rows' order; what a row has no time for has no marker."""
+def markers(
+    rows: list[dict],
+    series: list[tuple[str, str, str, str]] = SERIES,
+    unit: str = "roofline_us",
+    axis: str = "kernel time / roofline (logarithmic)",
+) -> Canvas:
+    """Draw one line of markers for each row, fields over the unit's; what a row has no number for has no marker.
+
+    Fields are drawn in the order of the series, ours last and larger.
+    """
     canvas = Canvas(figsize=(8.4, 1.3 + 0.24 * len(rows)), layout="constrained", facecolor="white")
     axes = canvas.subplots()
     largest = 1.0
-    for field, label, marker, colour in SERIES:
-        points = [(row[field] / row["roofline_us"], place) for place, row in enumerate(rows) if row.get(field)]
+    for field, label, marker, colour in series:
+        points = [(row[field] / row[unit], place) for place, row in enumerate(rows) if row.get(field)]
         if points:
-            ours = field == "kernel_us"
+            ours = field == series[-1][0]
             axes.scatter(
                 *zip(*points, strict=True), s=46 if ours else 28, marker=marker, color=colour, label=label, zorder=3
             )
@@ -87,7 +95,7 @@ def markers(rows: list[dict]) -> Canvas:
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     tidy(axes)
-    axes.set_xlabel("kernel time / roofline (logarithmic)")
+    axes.set_xlabel(axis)
     add_legend(canvas, axes)
     return canvas
 

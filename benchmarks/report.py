@@ -72,12 +72,14 @@ SOURCES = {
     "layouts": Source(LAYOUTS, "benchmarks.attention --quick --page-size 64", tables.with_heads),
     **{name: _figure(name) for name in FIGURES},
     "flex": Source(("attention_flex_h200",), "benchmarks.attention --quick --flex", tables.figure),
-    "traffic": Source(("traffic_h200", "traffic_shapes_h200"), "benchmarks.traffic", tables.traffic),
-    "traffic_peers": Source(("traffic_peers_h200",), "benchmarks.traffic --peers", tables.traffic),
+    "traffic": Source(("traffic_h200", "traffic_shapes_h200"), "benchmarks.traffic", tables.traffic, "traffic_h200"),
+    "traffic_peers": Source(
+        ("traffic_peers_h200",), "benchmarks.traffic --peers", tables.traffic, "traffic_peers_h200"
+    ),
     "crossover": Source(
         CROSSOVER, "benchmarks.crossover --peers --group 4 --own 256", tables.crossover, "crossover_h200"
     ),
-    "decoding": Source(DECODING, "benchmarks.decoding --documents 120000", tables.decoding),
+    "decoding": Source(DECODING, "benchmarks.decoding --documents 120000", tables.decoding, "decoding_h200"),
     "invariance": Source(
         ("invariance_h200", "invariance_xla_h200"),
         "benchmarks.invariance --implementations mosaic",
@@ -85,7 +87,7 @@ SOURCES = {
     ),
     "planning": Source(("planning",), "benchmarks.planning", tables.planning),
     "tuning": Source(TUNED, "benchmarks.tune --head-dim 128", tables.tuning),
-    "ablation": Source(ABLATION, "benchmarks.ablation --part sharing fixed", tables.ablation),
+    "ablation": Source(ABLATION, "benchmarks.ablation --part sharing fixed", tables.ablation, "ablation_h200"),
 }
 
 
@@ -101,13 +103,20 @@ def main() -> None:
 
 def draw(results: Path) -> None:
     """Draw every result file that is there and has a drawing."""
-    from benchmarks import crossover, plot
+    from benchmarks import charts, crossover, plot
 
+    others = {
+        "crossover": crossover.draw,
+        "traffic": charts.traffic,
+        "traffic_peers": charts.traffic,
+        "decoding": charts.decoding,
+        "ablation": charts.ablation,
+    }
     for name, source in SOURCES.items():
         rows = load(source.stems, results)
         if rows and source.drawing:
             out = results / f"{source.drawing}.svg"
-            crossover.draw(rows, out) if name == "crossover" else plot.draw(rows, out, FIGURES.get(name))
+            others[name](rows, out) if name in others else plot.draw(rows, out, FIGURES.get(name))
 
 
 def load(stems: tuple[str, ...], results: Path) -> list[dict]:

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--peers", action="store_true", help="FlashInfer too, on a forest of each kind")
     parser.add_argument("--shapes", action="store_true", help="trees of other shapes, as in benchmarks.attention")
+    parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--quick", action="store_true", help="two forests")
     parser.add_argument("--resume", action="store_true", help=RESUME)
     arguments = parser.parse_args()
@@ -62,6 +63,10 @@ def main() -> None:
             tqdm.write(line(row))
     print(summary(rows))
     finish(rows, arguments.json)
+    if arguments.plot:
+        from benchmarks import charts
+
+        charts.traffic(rows, arguments.plot)
 
 
 def larger_than_the_cache(forests: list[Workload]) -> list[Case]:

@@ -284,8 +284,13 @@ TINY = [Workload("tiny", [-1, 0, 0], [300, 20, 30], [1, 2]), Workload("one", [-1
 
 def test_rows_and_a_picture_of_plans_are_written(tmp_path, monkeypatch):
     files = tmp_path / "rows.json", tmp_path / "loads.svg"
-    monkeypatch.setattr(sys, "argv", ["planning", "--json", str(files[0]), "--plot", str(files[1])])
-    for name, value in {"FORESTS": TINY, "DRAWN": TINY, "LEAST_CALLS": 3, "LEAST_SECONDS": 0}.items():
+    monkeypatch.setattr(sys, "argv", ["planning", "--quick", "--json", str(files[0]), "--plot", str(files[1])])
+    for name, value in {
+        "FORESTS": [*TINY, Workload("third", [-1], [9], [0])],
+        "DRAWN": TINY,
+        "LEAST_CALLS": 3,
+        "LEAST_SECONDS": 0,
+    }.items():
         monkeypatch.setattr(planning, name, value)
     planning.main()
     rows = json.loads(files[0].read_text())["rows"]
