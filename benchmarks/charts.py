@@ -1,4 +1,4 @@
-"""Drawings of the results that have other axes than benchmarks.plot: memory traffic, decode steps, and ablation.
+"""Drawings of results that have other axes than benchmarks.plot: memory traffic, decode steps, ablation, planning.
 
 Each takes the rows of result files and an SVG file to write, and raises ValueError if there is nothing to draw.
 """
@@ -12,7 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
+from benchmarks.planning import BATCHES
 from benchmarks.plot import conditions, markers, save, tidy
+from benchmarks.tables import served_us
 
 #: Field, label, marker and colour, ours last and on top, as in benchmarks.plot.
 BYTES = [
@@ -113,6 +115,32 @@ def ablation(rows: list[dict], out: Path) -> None:
     for axes in (fixed, sharing):
         tidy(axes)
     canvas.supxlabel(conditions(measured), x=0.99, ha="right", fontsize=9, color="#555555")
+    save(canvas, out)
+
+
+def planning(rows: list[dict], out: Path) -> None:
+    """Draw planning by the number of requests over one root: milliseconds, and of the attention that a plan serves."""
+    place = {workload.name: len(workload.leaf) for workload in BATCHES}
+    measured = sorted(
+        _some([row for row in rows if row["name"] in place], "plan_us", out), key=lambda row: place[row["name"]]
+    )
+    requests = [place[row["name"]] for row in measured]
+    canvas, (alone, share) = _charts(2, 2.8)
+    for field, label, colour in (("plan_us", "make_plan", "#0072B2"), ("replan_us", "replan", "#E69F00")):
+        style = {"marker": "o", "markersize": 4, "linewidth": 1.6, "color": colour, "label": label}
+        alone.plot(requests, [row[field] / 1e3 for row in measured], **style)
+        share.plot(requests, [100 * row[field] / served_us(row) for row in measured], **style)
+    alone.set_title("milliseconds on the CPU", fontsize=10)
+    share.set_title("% of attention's least time, 16 tokens in 36 layers", fontsize=10)
+    for axes in (alone, share):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.set_ylim(bottom=0)
+        tidy(axes)
+    alone.legend(**LEGEND, fontsize=8)
+    canvas.supxlabel(
+        f"requests over one root of 120,000 tokens; {measured[0]['device']}, {measured[0]['date']}", fontsize=9
+    )
     save(canvas, out)
 
 

@@ -5,7 +5,8 @@
 Plans are for the Hopper kernels and an H200, whatever machine this runs on. A time is the median of whole calls, after
 one that is not counted: of make_plan, of replan where every leaf grew by 16 tokens and got a page for the next ones,
 and of a jitted program that takes forest and plan from the host, as the arrays that they are and as one buffer that the
-program takes apart. `--plot` needs matplotlib, which the extra `bench` installs.
+program takes apart. A row has the roofline of a call, too, as benchmarks.attention has it: a plan serves 16 tokens in
+all layers of a model. `--plot` and `--overhead` need matplotlib, which the extra `bench` installs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from benchmarks.inputs import Layout
+from benchmarks.attention import bounds
+from benchmarks.inputs import Inputs, Layout
 from benchmarks.rows import conditions, publish, write_draft
 from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root
 from codec_jax import CostModel, Forest, PagePool, Plan, make_plan
@@ -38,7 +40,8 @@ from codec_jax.schedule import loads
 TILING = {"num_ctas": 132, "tile_rows": 64, "block_tokens": 128, "lanes": 2}
 
 MANY_QUESTIONS, MANY_REQUESTS = shared_root(120_000, 64, 2048), k_ary(4, 6, 256)
-FORESTS = [MANY_QUESTIONS, MANY_REQUESTS, *(each for each in PAPER if each != MANY_QUESTIONS)]
+BATCHES = [shared_root(120_000, 2**i, 2048) for i in range(11)]
+FORESTS = list({each.name: each for each in [MANY_QUESTIONS, MANY_REQUESTS, *PAPER, *BATCHES]}.values())
 DRAWN = [MANY_QUESTIONS, MANY_REQUESTS, k_ary(2, 6, 1024), degenerate(6, 4096)]
 
 QUICK = 2  # forests
@@ -50,7 +53,8 @@ def main() -> None:
     """Measure, write the rows, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--plot", type=Path, help="an SVG file")
+    parser.add_argument("--plot", type=Path, help="an SVG file of predicted loads")
+    parser.add_argument("--overhead", type=Path, help="an SVG file of times by batch size")
     parser.add_argument("--quick", action="store_true", help=f"the first {QUICK} forests only")
     arguments = parser.parse_args()
     layout = Layout()
@@ -63,6 +67,10 @@ def main() -> None:
     if arguments.plot:
         plans = {workload.name: planning_call(forest_of(workload, layout), layout)() for workload in DRAWN}
         draw({name: loads(plan) for name, plan in plans.items()}, arguments.plot)
+    if arguments.overhead:
+        from benchmarks import charts
+
+        charts.planning(rows, arguments.overhead)
 
 
 def forest_of(workload: Workload, layout: Layout) -> Forest:
@@ -129,11 +137,13 @@ def measure(workload: Workload, layout: Layout) -> dict:
     again, extended = replanning_call(forest, layout)
     apart, packed = copy_calls(forest, plan)
     load = loads(plan)
+    query = np.zeros((len(workload.leaf), 1, layout.num_q_heads, layout.head_dim), np.int8)
     common = {name: value for name, value in conditions(layout, "numpy").items() if name != "dtype"}
     return {
         "name": workload.name,
         "requests": len(workload.leaf),
         "nodes": len(workload.parent),
+        "roofline_us": bounds(workload, Inputs(forest, query, query, query), layout)["roofline_us"],
         "plan_us": statistics.median(times),
         "least_plan_us": min(times),
         "replan_us": statistics.median(clocked(again)),

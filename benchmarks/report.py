@@ -85,7 +85,7 @@ SOURCES = {
         "benchmarks.invariance --implementations mosaic",
         tables.invariance,
     ),
-    "planning": Source(("planning",), "benchmarks.planning", tables.planning),
+    "planning": Source(("planning",), "benchmarks.planning", tables.planning, "planning_overhead"),
     "tuning": Source(TUNED, "benchmarks.tune --head-dim 128", tables.tuning),
     "ablation": Source(ABLATION, "benchmarks.ablation --part sharing fixed", tables.ablation, "ablation_h200"),
 }
@@ -111,6 +111,7 @@ def draw(results: Path) -> None:
         "traffic_peers": charts.traffic,
         "decoding": charts.decoding,
         "ablation": charts.ablation,
+        "planning": charts.planning,
     }
     for name, source in SOURCES.items():
         rows = load(source.stems, results)

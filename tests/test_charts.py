@@ -94,14 +94,25 @@ def test_ablation_is_drawn_over_the_default_and_in_milliseconds(drawn):
     assert [each.get_text() for each in sharing.get_yticklabels()] == ["neither", "both", "neither"]
 
 
-@pytest.mark.parametrize("draw", [charts.traffic, charts.decoding, charts.ablation])
+def test_planning_is_drawn_by_batch_size(drawn):
+    row = {"plan_us": 1000.0, "replan_us": 500.0, "roofline_us": 100.0} | CONDITIONS
+    rows = [row | {"name": charts.BATCHES[i].name, "plan_us": 1000.0 * (i + 1)} for i in (3, 0)]
+    charts.planning([row | {"name": "another forest"}, *rows], Path("out.svg"))
+    alone, share = drawn[0].axes
+    assert [list(line.get_xdata()) for line in (*alone.lines, *share.lines)] == [[1, 8]] * 4
+    assert [list(line.get_ydata()) for line in alone.lines] == [[1.0, 4.0], [0.5, 0.5]]
+    # Of 16 tokens in 36 layers at 100 us.
+    assert share.lines[0].get_ydata() == pytest.approx([100 / 57.6, 400 / 57.6])
+
+
+@pytest.mark.parametrize("draw", [charts.traffic, charts.decoding, charts.ablation, charts.planning])
 def test_nothing_is_drawn_where_nothing_was_measured(draw, tmp_path):
     with pytest.raises(ValueError, match=r"rows: expected at least one with .* to draw in .*none.svg, got none"):
-        draw([{"part": "fixed", "kernel_us": None}], tmp_path / "none.svg")
+        draw([{"part": "fixed", "name": "failed", "kernel_us": None}], tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
 
 
-@pytest.mark.parametrize("name", ["traffic", "traffic_peers", "decoding", "ablation"])
+@pytest.mark.parametrize("name", ["traffic", "traffic_peers", "decoding", "ablation", "planning"])
 def test_the_committed_results_can_be_drawn_and_are_drawn_the_same_again(name, tmp_path):
     rows = report.load(report.SOURCES[name].stems, report.RESULTS)
     draw = getattr(charts, name.partition("_")[0])

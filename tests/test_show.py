@@ -297,6 +297,7 @@ def test_rows_and_a_picture_of_plans_are_written(tmp_path, monkeypatch):
     assert [row["name"] for row in rows] == ["tiny", "one"]
     for row, workload in zip(rows, TINY, strict=True):
         assert (row["requests"], row["nodes"]) == (len(workload.leaf), len(workload.parent))
+        assert row["roofline_us"] > sum(workload.length) * 4096 / 4.52e6  # K and V of a token are 4096 bytes
         assert 0 < row["least_plan_us"] <= row["plan_us"]
         assert row["calls"] == 3
         assert row["replan_us"] > 0
