@@ -322,7 +322,7 @@ class Peers:
             row = self._pool.submit(measure, *arguments, self.names).result()
         except Exception as error:
             row = {f"{peer}_us": None for peer in self.names} | {f"{peer}_error": reason(error) for peer in self.names}
-        # The time of a configuration is a reason where it failed. A ValueError comes before anything runs.
+        # The time of a configuration is a reason where it failed. What is refused, or wrong, spoils nothing.
         times = [time for peer in self.names for time in row.get(f"{peer}_configurations", {"all": "failed"}).values()]
         if any(isinstance(time, str) and not time.startswith("ValueError") for time in times):
             self.close()
