@@ -22,15 +22,24 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from benchmarks.counters import read_counters
-from benchmarks.inputs import Case, Inputs, Layout, attention_call, check, make_inputs, padded_slots, reference
-from benchmarks.peers import FLASHINFER, FLEX, PEERS, Peers
+from benchmarks.inputs import (
+    MOST_DENSE_BYTES,
+    Case,
+    Inputs,
+    Layout,
+    attention_call,
+    check,
+    make_inputs,
+    padded_slots,
+    reference,
+)
+from benchmarks.peers import FLASHINFER, OTHERS, PEERS, Peers
 from benchmarks.rows import RESUME, attempt, conditions, find, finish, measured_before, write_draft
 from benchmarks.timing import kernel_runs, kernel_time, wall_time
 from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
 
 READ_BYTES_PER_US, FLOPS_PER_US = 4.52e6, 700e6
-MOST_DENSE_BYTES = 60e9  # what the unshared copies of K and V may take
 LARGE_BYTES, SMALL_BYTES = 100e6, 32e6  # forests on which fixed costs should not show, and those on which only they do
 
 
@@ -58,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", default="mosaic")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peers", action="store_true", help="FlashInfer too; it compiles kernels for minutes at first")
-    parser.add_argument("--flex", action="store_true", help="PyTorch's FlexAttention too; it compiles for every forest")
+    parser.add_argument("--others", action="store_true", help="FlashAttention-3 and PyTorch's FlexAttention too")
     parser.add_argument("--counters", action="store_true", help="bytes by hardware counters too; needs ncu")
     parser.add_argument("--resume", action="store_true", help=RESUME)
 
@@ -74,9 +83,9 @@ def run(cases: Sequence[Case], arguments: argparse.Namespace) -> list[dict]:
 
     Exits where our own time is missing from a row: the rows then stay in the draft of the result.
     """
-    names = FLASHINFER * arguments.peers + FLEX * arguments.flex
+    names = FLASHINFER * arguments.peers + OTHERS * arguments.others
     peers = Peers(names) if names else None
-    packages = ["torch"] * bool(names) + ["flashinfer-python"] * arguments.peers
+    packages = ["torch"] * bool(names) + ["flashinfer-python"] * arguments.peers + ["fa3-fwd"] * arguments.others
     before = measured_before(arguments.json, arguments.resume)
     rows = collect(cases, partial(measure, arguments=arguments, peers=peers), arguments.json, before, *packages)
     if peers:

@@ -22,6 +22,8 @@ from codec_jax.traffic import count_pass
 #: Rounding the output and the probabilities to bfloat16 costs 0.002; dropping 16 of 120,000 tokens would cost 0.01.
 MOST_RELATIVE_ERROR = 5e-3
 
+MOST_DENSE_BYTES = 60e9  # what the unshared copies of K and V may take
+
 #: Arrays have room for at least this much, then for the next bucket: forests of about one size share their programs.
 LEAST_NODES, LEAST_PAGES, LEAST_ENTRIES, LEAST_BLOCKS, LEAST_CONTEXT = 256, 1024, 1 << 18, 1 << 14, 1024
 

@@ -1,12 +1,13 @@
-"""FlashInfer and FlexAttention on the same forests, pages and queries.
+"""FlashInfer, FlashAttention-3 and FlexAttention on the same forests, K and V and queries.
 
     FlashInfer decode   a request's page table lists the pages of all nodes on its path: what is shared is stored once
     FlashInfer cascade  one level for each depth of the tree; a node is an entry of its level, with its readers' queries
+    FlashAttention-3    each request has a contiguous copy of its context (benchmarks/flash_attention.py)
     FlexAttention       all pages are one long context, of which a mask says who reads what (benchmarks/flex.py)
 
-All read the pages where JAX has put them, with requests in depth-first order. Plans and the tables are made before
-anything is timed. Kernels do not start before the last one has ended, since their wait would count as work. FlashInfer
-and torch stay in a process of their own: a kernel that fails takes only that one along.
+All but FlashAttention-3 read the pages where JAX has put them, with requests in depth-first order. Plans and the tables
+are made before anything is timed. Kernels do not start before the last one has ended, since their wait would count as
+work. Peers and torch stay in a process of their own: a kernel that fails takes only that one along.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from benchmarks import flex
+from benchmarks import flash_attention, flex
 from benchmarks.inputs import MOST_RELATIVE_ERROR, Inputs, Layout, check, make_inputs
 from benchmarks.rows import reason
 from benchmarks.timing import kernel_time
@@ -250,13 +251,17 @@ PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
         "fa2": functools.partial(cascade, backend="fa2"),
         "fa3": functools.partial(cascade, backend="fa3"),
     },
+    "flash_attention": {
+        "planned": lambda tensors: flash_attention.attend(*tensors[:3], planned=True),
+        "scheduled by the call": lambda tensors: flash_attention.attend(*tensors[:3], planned=False),
+    },
     "flex_attention": {
         "one batch": lambda tensors: flex.attend(*tensors[:3], by_request=False),
         "one batch, 64 rows a block": lambda tensors: flex.attend(*tensors[:3], by_request=False, most_rows=64),
         "by request": lambda tensors: flex.attend(*tensors[:3], by_request=True),
     },
 }
-FLASHINFER, FLEX = ("flashinfer_decode", "flashinfer_cascade"), ("flex_attention",)
+FLASHINFER, OTHERS = ("flashinfer_decode", "flashinfer_cascade"), ("flash_attention", "flex_attention")
 
 #: A cascade rounds its partial results to bfloat16 at every level.
 MOST_PEER_ERROR = 3 * MOST_RELATIVE_ERROR

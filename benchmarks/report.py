@@ -71,7 +71,7 @@ SOURCES = {
     "paper": Source(*TIMED, _named(SWEEPS, tables.figure), "attention_h200"),
     "layouts": Source(LAYOUTS, "benchmarks.attention --quick --page-size 64", tables.with_heads),
     **{name: _figure(name) for name in FIGURES},
-    "flex": Source(("attention_flex_h200",), "benchmarks.attention --quick --flex", tables.figure),
+    "others": Source(("attention_others_h200",), "benchmarks.attention --quick --others", tables.figure),
     "traffic": Source(("traffic_h200", "traffic_shapes_h200"), "benchmarks.traffic", tables.traffic, "traffic_h200"),
     "traffic_peers": Source(
         ("traffic_peers_h200",), "benchmarks.traffic --peers", tables.traffic, "traffic_peers_h200"

@@ -16,11 +16,13 @@ TIMES = {
     "cudnn_us": "cuDNN",
     "flashinfer_decode_us": "FlashInfer decode",
     "flashinfer_cascade_us": "FlashInfer cascade",
+    "flash_attention_us": "FlashAttention-3",
     "flex_attention_us": "FlexAttention",
 }
 PEERS = {field: name for field, name in TIMES.items() if field not in ("kernel_us", "roofline_us")}
-_IN_FIGURES = {field: name for field, name in PEERS.items() if field != "flex_attention_us"}
-_VERSIONS = {"jax": "JAX", "flashinfer-python": "FlashInfer", "torch": "PyTorch"}
+_ON_PROBES = "flash_attention_us", "flex_attention_us"
+_IN_FIGURES = {field: name for field, name in PEERS.items() if field not in _ON_PROBES}
+_VERSIONS = {"jax": "JAX", "flashinfer-python": "FlashInfer", "torch": "PyTorch", "fa3-fwd": "fa3-fwd"}
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

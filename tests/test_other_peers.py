@@ -1,4 +1,4 @@
-"""FlexAttention's view of a forest: who reads which token, and the blocks of tokens that blocks of rows read."""
+"""What FlexAttention and FlashAttention-3 get to see of a forest: readers and blocks of tokens, and whole contexts."""
 
 import shutil
 
@@ -8,7 +8,7 @@ from forests import SECTIONS, Tree, contexts, num_pages, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import flex
+from benchmarks import flash_attention, flex
 from codec_jax import Forest
 
 
@@ -64,3 +64,20 @@ def test_the_call_attends_to_every_context(by_request: bool) -> None:
             weights = np.exp(own_key[:, kv_head] @ query[row, head] / np.sqrt(32))
             expected = weights @ own_value[:, kv_head] / weights.sum()
             np.testing.assert_allclose(out[row, head], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_request_has_a_copy_of_its_context(monkeypatch):
+    torch = pytest.importorskip("torch")
+    forest = Forest.from_nodes(*SECTIONS, page_size=16)
+    pages = np.random.default_rng(0).normal(size=(2, num_pages(SECTIONS, 16), 16, 2, 4))
+    key, value, lengths = flash_attention.copies(forest, tuple(map(torch.from_numpy, pages)))
+    for row, request in enumerate(forest.request_of_row):
+        slots = contexts(SECTIONS, 16)[request]
+        assert int(lengths[row]) == len(slots)
+        for copied, of in zip((key, value), pages, strict=True):
+            np.testing.assert_array_equal(copied[row, : len(slots)].numpy(), of.reshape(-1, 2, 4)[slots])
+    monkeypatch.setattr(flash_attention, "MOST_DENSE_BYTES", key.nbytes + value.nbytes)
+    flash_attention.copies(forest, tuple(map(torch.from_numpy, pages)))
+    monkeypatch.setattr(flash_attention, "MOST_DENSE_BYTES", key.nbytes + value.nbytes - 1)
+    with pytest.raises(ValueError, match="expected at most 0 GB of unshared KV, got 0 GB"):
+        flash_attention.copies(forest, tuple(map(torch.from_numpy, pages)))
