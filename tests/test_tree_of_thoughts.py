@@ -39,18 +39,15 @@ def test_held_out_puzzles_are_solved_by_search_more_often_than_by_as_many_tokens
     assert figures["seconds"] > 0
 
 
-def test_a_puzzle_can_be_named_and_its_tree_is_drawn(monkeypatch, capsys, tmp_path):
-    figures, output = play(monkeypatch, capsys, tmp_path, "--numbers", "4 6 7 9")
-    assert figures["total"] == 1
+def test_a_puzzle_can_be_named_its_tree_is_drawn_and_the_same_seed_plays_the_same_game(monkeypatch, capsys, tmp_path):
+    first, output = play(monkeypatch, capsys, tmp_path, "--numbers", "4 6 7 9", "--seed", "3")
+    assert first["total"] == 1
     assert "4 6 7 9" in output
     assert "└─" in output
-
-
-def test_the_same_seed_plays_the_same_game(monkeypatch, capsys, tmp_path):
-    first, output = play(monkeypatch, capsys, tmp_path, "--puzzles", "1", "--seed", "3")
-    second, again = play(monkeypatch, capsys, tmp_path, "--puzzles", "1", "--seed", "3")
+    second, again = play(monkeypatch, capsys, tmp_path, "--numbers", "4 6 7 9", "--seed", "3")
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
     assert answers(output) == answers(again)
+    assert output.partition("tree of thoughts  ")[0] == again.partition("tree of thoughts  ")[0]  # the tree, too
 
 
 @pytest.mark.parametrize("numbers", ["4 6 7", "0 1 2 3", "1 2 3 14", "a b c d", ""])
