@@ -138,7 +138,7 @@ def measure(case: Case, layout: Layout, common: dict, before: list[dict]) -> Ite
     @functools.cache
     def prepare() -> tuple[Inputs, Array, dict]:
         inputs = make_inputs(workload, layout)
-        return inputs, reference(inputs), bounds(workload, inputs, layout)
+        return inputs, reference(inputs), bounds(workload, inputs.forest, layout)
 
     def measured(variant: Variant) -> dict:
         inputs, expected, limits = prepare()

@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 from benchmarks.counters import read_counters
 from benchmarks.inputs import (
-    MOST_DENSE_BYTES,
     Case,
     Inputs,
     Layout,
     attention_call,
     check,
+    check_copies,
     make_inputs,
     padded_slots,
     reference,
@@ -38,6 +38,7 @@ from benchmarks.rows import RESUME, attempt, conditions, find, finish, measured_
 from benchmarks.timing import kernel_runs, kernel_time, wall_time
 from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
+from codec_jax import Forest
 
 READ_BYTES_PER_US, FLOPS_PER_US = 4.52e6, 700e6
 LARGE_BYTES, SMALL_BYTES = 100e6, 32e6  # forests on which fixed costs should not show, and those on which only they do
@@ -123,7 +124,7 @@ def measure(case: Case, arguments: argparse.Namespace, peers: Peers | None) -> d
     expected = reference(inputs)
     ours = partial(measure_ours, inputs, layout, expected, arguments.implementation, arguments.repeats)
     cudnn = partial(measure_cudnn, inputs, layout, expected, arguments.repeats)
-    row = bounds(workload, inputs, layout) | {"implementation": arguments.implementation}
+    row = bounds(workload, inputs.forest, layout) | {"implementation": arguments.implementation}
     row |= attempt(ours, "kernel_us", "error") | attempt(cudnn, "cudnn_us", "cudnn_error")
     if peers:
         row |= peers.measure(workload, layout, expected, arguments.repeats)
@@ -140,12 +141,12 @@ def count(case: Case, implementation: str) -> dict[str, int]:
     return counted
 
 
-def bounds(workload: Workload, inputs: Inputs, layout: Layout) -> dict:
+def bounds(workload: Workload, forest: Forest, layout: Layout) -> dict:
     """Count tokens, and what reading each once or multiplying takes at least."""
-    forest = inputs.forest
     read = forest.row_hi > forest.row_lo
     unique, total = int(forest.length[read].sum()), int(forest.request_length.sum(dtype=np.int64))
-    moved = unique * layout.kv_token_bytes + 2 * inputs.query.size * 2
+    query_size = len(workload.leaf) * layout.num_q_heads * layout.head_dim
+    moved = unique * layout.kv_token_bytes + 2 * query_size * 2
     operations = 4 * total * layout.num_q_heads * layout.head_dim
     return {
         "name": workload.name,
@@ -178,9 +179,7 @@ def measure_ours(
 def measure_cudnn(inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
     """Check and time cuDNN on a contiguous copy of every request's K and V; ValueError if that takes too much."""
     forest, query, key, value = inputs
-    size = len(query) * int(forest.request_length.max()) * layout.kv_token_bytes
-    if size > MOST_DENSE_BYTES:
-        raise ValueError(f"expected at most {MOST_DENSE_BYTES / 1e9:.0f} GB of unshared KV, got {size / 1e9:.0f} GB")
+    check_copies(len(query) * int(forest.request_length.max()) * layout.kv_token_bytes)
     slots, lengths = jax.device_put((padded_slots(forest), forest.request_length))
     gather = compiled_once(_gather, key, slots)
     arguments = query, gather(key, slots), gather(value, slots), lengths

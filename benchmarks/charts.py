@@ -5,16 +5,14 @@ Each takes the rows of result files and an SVG file to write, and raises ValueEr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from benchmarks.planning import BATCHES
+from benchmarks.planning import BATCHES, LAYERS, STEPS, served_us
 from benchmarks.plot import conditions, markers, save, tidy
-from benchmarks.tables import served_us
 
 #: Field, label, marker and colour, ours last and on top, as in benchmarks.plot.
 BYTES = [
@@ -98,12 +96,10 @@ def ablation(rows: list[dict], out: Path) -> None:
     fixed.set_title("time over the default's", fontsize=10)
     apart = [row for row in measured if row["part"] == "sharing"]
     names = list(dict.fromkeys(row["name"] for row in apart))
-    for row in apart:
-        colour = CURVES[names.index(row["name"])]
-        place = apart.index(row) + names.index(row["name"])  # a gap between forests
-        sharing.barh(place, row["kernel_us"] / 1e3, 0.7, color=colour)
+    places = [i + names.index(row["name"]) for i, row in enumerate(apart)]  # a gap between forests
+    for place, row in zip(places, apart, strict=True):
+        sharing.barh(place, row["kernel_us"] / 1e3, 0.7, color=CURVES[names.index(row["name"])])
         sharing.text(row["kernel_us"] / 1e3, place, f" {row['kernel_us'] / 1e3:.2f}", va="center", fontsize=8)
-    places = [i + names.index(row["name"]) for i, row in enumerate(apart)]
     sharing.set_yticks(places, [row["variant"] for row in apart])
     sharing.invert_yaxis()
     sharing.set_xscale("log")
@@ -131,7 +127,7 @@ def planning(rows: list[dict], out: Path) -> None:
         alone.plot(requests, [row[field] / 1e3 for row in measured], **style)
         share.plot(requests, [100 * row[field] / served_us(row) for row in measured], **style)
     alone.set_title("milliseconds on the CPU", fontsize=10)
-    share.set_title("% of attention's least time, 16 tokens in 36 layers", fontsize=10)
+    share.set_title(f"% of attention's least time, {STEPS} tokens in {LAYERS} layers", fontsize=10)
     for axes in (alone, share):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -157,8 +153,7 @@ def _charts(count: int, height: float) -> tuple[Canvas, list[Axes]]:
     columns = min(count, 2)
     lines = -(-count // columns)
     canvas = Canvas(figsize=(5.2 * columns, 0.9 + height * lines), layout="constrained", facecolor="white")
-    charts: Iterable[Axes] = canvas.subplots(lines, columns, squeeze=False).ravel()
-    kept = list(charts)
-    for axes in kept[count:]:
+    charts = list(canvas.subplots(lines, columns, squeeze=False).ravel())
+    for axes in charts[count:]:
         axes.remove()
-    return canvas, kept[:count]
+    return canvas, charts[:count]

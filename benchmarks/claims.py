@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+from benchmarks.planning import LAYERS, STEPS, served_us
 from benchmarks.rounding import at_least, at_most
-from benchmarks.tables import markdown, served_us, speedups
+from benchmarks.tables import markdown, speedups
 from benchmarks.workloads import PAPER
 
 #: Rows of result files, by their names without suffix.
@@ -84,7 +85,7 @@ def planning(load: Load) -> str | None:
         share = [f"{at_most(100 * row[field] / served_us(row), 2)}%" for field in ("plan_us", "replan_us")]
         said.append(
             f"{alone[0]} for {row['name']}, {alone[1]} when its leaves have grown: {share[0]} and {share[1]} of what "
-            "attention takes at least in the 16 tokens and 36 layers that a plan serves"
+            f"attention takes at least in the {STEPS} tokens and {LAYERS} layers that a plan serves"
         )
     return "; ".join(said)
 

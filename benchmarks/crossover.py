@@ -90,7 +90,7 @@ def measure(case: Case, repeats: int, peers: Peers | None) -> dict:
     """Check and time ours and plain decode on one cell; the reasons stand where there is no time."""
     inputs, layout = make_inputs(case.workload, case.layout), case.layout
     expected = reference(inputs)
-    row = bounds(case.workload, inputs, layout) | {"implementation": None}
+    row = bounds(case.workload, inputs.forest, layout) | {"implementation": None}
     row |= attempt(partial(measure_ours, inputs, layout, expected, None, repeats), "kernel_us", "error")
     row |= attempt(partial(measure_unshared, inputs, layout, expected, repeats), "unshared_us", "unshared_error")
     row |= attempt(partial(measure_cudnn, inputs, layout, expected, repeats), "cudnn_us", "cudnn_error")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.inputs import MOST_DENSE_BYTES, padded_slots
+from benchmarks.inputs import check_copies, padded_slots
 from codec_jax import Forest
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ def copies(forest: Forest, pages: tuple[torch.Tensor, torch.Tensor]) -> tuple[to
     import torch
 
     slots = padded_slots(forest)[forest.request_of_row].astype(np.int64)
-    size = 2 * slots.size * pages[0][0, 0].nbytes
-    if size > MOST_DENSE_BYTES:
-        raise ValueError(f"expected at most {MOST_DENSE_BYTES / 1e9:.0f} GB of unshared KV, got {size / 1e9:.0f} GB")
+    check_copies(2 * slots.size * pages[0][0, 0].nbytes)
     device = pages[0].device
     index = torch.from_numpy(slots).to(device)
     lengths = forest.request_length[forest.request_of_row].astype(np.int32)

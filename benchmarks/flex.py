@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from codec_jax import Forest
+from codec_jax.arrays import expand
 
 if TYPE_CHECKING:
     import torch
@@ -63,10 +64,10 @@ def block_lists(
 
 def _table(lists: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Lay lists out as the rows of a table, and count what each has."""
+    counts = np.asarray([len(entries) for entries in lists], np.int32)
     table = np.zeros((len(lists), width), np.int32)
-    for row, entries in zip(table, lists, strict=True):
-        row[: len(entries)] = entries
-    return table, np.asarray([len(entries) for entries in lists], np.int32)
+    table[expand(counts)] = np.concatenate(lists)
+    return table, counts
 
 
 def attend(

@@ -132,6 +132,12 @@ def padded_slots(forest: Forest) -> np.ndarray:
     return slots
 
 
+def check_copies(size: float) -> None:
+    """Raise ValueError where unshared copies of K and V would take more than `MOST_DENSE_BYTES`."""
+    if size > MOST_DENSE_BYTES:
+        raise ValueError(f"expected at most {MOST_DENSE_BYTES / 1e9:.0f} GB of unshared KV, got {size / 1e9:.0f} GB")
+
+
 def reference(inputs: Inputs) -> Float[np.ndarray, "B N H"]:
     """Attend in float32, each request by itself over a copy of its own context."""
     forest, query, key, value = inputs

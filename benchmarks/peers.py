@@ -32,6 +32,7 @@ from benchmarks.timing import kernel_time
 from benchmarks.turns import GPU
 from benchmarks.workloads import Workload
 from codec_jax import Forest
+from codec_jax.arrays import expand
 from codec_jax.order import depths
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class PageTable(NamedTuple):
         """The pages of each entry in a row of a table; 0 where it has no more."""
         pages = np.diff(self.page_ptr)
         table = np.zeros((len(pages), pages.max()), np.int32)
-        table[np.arange(table.shape[1]) < pages[:, None]] = self.pages
+        table[expand(pages)] = self.pages
         return table
 
 
@@ -125,6 +126,11 @@ class Tensors(NamedTuple):
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         return cls(forest, torch.from_dlpack(rows), (torch.from_dlpack(key), torch.from_dlpack(value)), workspace)
 
+    def pages_of(self, table: PageTable) -> tuple[torch.Tensor, torch.Tensor]:
+        """Address the memory of the pages in those of a table."""
+        key, value = (x.view(-1, table.page_size, *x.shape[2:]) for x in self.pages)
+        return key, value
+
 
 Run = Callable[[], "torch.Tensor"]
 
@@ -151,7 +157,7 @@ def decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
     import torch
 
     query, table = tensors.query, request_table(tensors.forest)
-    pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
+    pages = tensors.pages_of(table)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(tensors.workspace, "NHD", use_tensor_cores=use_tensor_cores)
     _plan(wrapper, tensors, table, table.page_ptr)
     out = torch.empty_like(query)
@@ -164,7 +170,7 @@ def persistent(tensors: Tensors) -> Run:
     import torch
 
     query, table = tensors.query, request_table(tensors.forest)
-    pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
+    pages = tensors.pages_of(table)
     rows, num_q_heads, head_dim = query.shape
     wrapper = flashinfer.BatchAttention("NHD")
     wrapper.plan(
@@ -189,7 +195,7 @@ def xqa(tensors: Tensors) -> Run:
     query, table = tensors.query, request_table(tensors.forest)
     if table.page_size not in (16, 32, 64, 128):
         raise ValueError(f"expected pages of 16, 32, 64 or 128 tokens, inner nodes fill pages of {table.page_size}")
-    pages = tuple(x.view(-1, table.page_size, *x.shape[2:]) for x in tensors.pages)
+    pages = tensors.pages_of(table)
     page_table, lengths = (torch.from_numpy(x).cuda() for x in (table.listed, table.tokens.astype(np.uint32)))
     # It counts on zeros there and leaves them; the others' workspace is not clean.
     out, workspace = torch.empty_like(query), torch.zeros_like(tensors.workspace)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from benchmarks.crossover import MOST_BEHIND, PAGED, PLAIN, SAME_KERNELS, gain
+from benchmarks.planning import served_us
 from benchmarks.rounding import at_least, at_most
 from benchmarks.tune import by_config, score
 
@@ -235,11 +236,6 @@ def planning(rows: list[dict]) -> str:
         "most load over mean",
     ]
     return markdown(head, lines)
-
-
-def served_us(row: dict) -> float:
-    """Return what the attention that a plan serves takes at least: of 16 tokens of every request in 36 layers."""
-    return 16 * 36 * row["roofline_us"]
 
 
 def ablation(rows: list[dict]) -> str:

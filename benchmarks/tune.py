@@ -98,7 +98,7 @@ def measured(workload: Workload, layout: Layout, before: list[dict]) -> list[dic
 def prepare(workload: Workload, layout: Layout) -> tuple[Measure, dict]:
     """Draw inputs and the expected result; returns what times the config in force, and the fields that all share."""
     inputs = make_inputs(workload, layout)
-    common = bounds(workload, inputs, layout) | {"implementation": "mosaic"}
+    common = bounds(workload, inputs.forest, layout) | {"implementation": "mosaic"}
     common["table"] = table_of(inputs.forest, layout, jax.devices()[0].core_count)
     return partial(measure_ours, inputs, layout, reference(inputs), "mosaic", REPEATS), common
 
@@ -117,7 +117,7 @@ def candidates(head_dim: int) -> list[Config]:
 
 
 def sweep(head_dim: int, configs: list[Config], measure: Measure) -> list[dict]:
-    """Measure configs while planning and the kernels find it in either table; then put back what was there."""
+    """Measure configs, each while planning and the kernels find it in either table; then put back what was there."""
     rows = []
     for config in tqdm(configs, desc=f"head size {head_dim}"):
         with GPU.taken(), patch.dict(LARGE, {head_dim: config}), patch.dict(SMALL, {head_dim: config}):

@@ -1,4 +1,4 @@
-"""Drawings of memory traffic, decode steps and ablation: what stands where."""
+"""Drawings of memory traffic, decode steps, ablation and planning: what stands where."""
 
 import json
 from pathlib import Path

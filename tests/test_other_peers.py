@@ -8,7 +8,7 @@ from forests import SECTIONS, Tree, contexts, num_pages, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import flash_attention, flex
+from benchmarks import flash_attention, flex, inputs
 from codec_jax import Forest
 
 
@@ -76,8 +76,8 @@ def test_every_request_has_a_copy_of_its_context(monkeypatch):
         assert int(lengths[row]) == len(slots)
         for copied, of in zip((key, value), pages, strict=True):
             np.testing.assert_array_equal(copied[row, : len(slots)].numpy(), of.reshape(-1, 2, 4)[slots])
-    monkeypatch.setattr(flash_attention, "MOST_DENSE_BYTES", key.nbytes + value.nbytes)
+    monkeypatch.setattr(inputs, "MOST_DENSE_BYTES", key.nbytes + value.nbytes)
     flash_attention.copies(forest, tuple(map(torch.from_numpy, pages)))
-    monkeypatch.setattr(flash_attention, "MOST_DENSE_BYTES", key.nbytes + value.nbytes - 1)
+    monkeypatch.setattr(inputs, "MOST_DENSE_BYTES", key.nbytes + value.nbytes - 1)
     with pytest.raises(ValueError, match="expected at most 0 GB of unshared KV, got 0 GB"):
         flash_attention.copies(forest, tuple(map(torch.from_numpy, pages)))
