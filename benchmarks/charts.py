@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.planning import BATCHES, LAYERS, STEPS, served_us
-from benchmarks.plot import conditions, markers, save, tidy
+from benchmarks.plot import chart_grid, conditions, markers, save, tidy
 
 #: Field, label, marker and colour, ours last and on top, as in benchmarks.plot.
 BYTES = [
@@ -51,7 +49,7 @@ def decoding(rows: list[dict], out: Path) -> None:
     cases: dict[tuple[str, int, int], list[dict]] = {}
     for row in measured:
         cases.setdefault((row["model"], row["requests"], row["document_tokens"]), []).append(row)
-    canvas, charts = _charts(len(cases), 1.7)
+    canvas, charts = chart_grid(len(cases), 5.2, 1.7)
     for axes, ((model, requests, document), variants) in zip(charts, cases.items(), strict=True):
         for place, row in enumerate(variants):
             times = row | {"gap": max(row["wall_us"] - row["kernel_us"], 0.0)}
@@ -75,7 +73,7 @@ def decoding(rows: list[dict], out: Path) -> None:
 def ablation(rows: list[dict], out: Path) -> None:
     """Draw fixed divisions over the default one, by the number of slices, and what sharing and division do apart."""
     measured = _some([row for row in rows if row["part"] in ("fixed", "sharing")], "kernel_us", out)
-    canvas, (fixed, sharing) = _charts(2, 3.6)
+    canvas, (fixed, sharing) = chart_grid(2, 5.2, 3.6)
     times: dict[str, dict[str, float]] = {}
     for row in measured:
         if row["part"] == "fixed":
@@ -121,7 +119,7 @@ def planning(rows: list[dict], out: Path) -> None:
         _some([row for row in rows if row["name"] in place], "plan_us", out), key=lambda row: place[row["name"]]
     )
     requests = [place[row["name"]] for row in measured]
-    canvas, (alone, share) = _charts(2, 2.8)
+    canvas, (alone, share) = chart_grid(2, 5.2, 2.8)
     for field, label, colour in (("plan_us", "make_plan", "#0072B2"), ("replan_us", "replan", "#E69F00")):
         style = {"marker": "o", "markersize": 4, "linewidth": 1.6, "color": colour, "label": label}
         alone.plot(requests, [row[field] / 1e3 for row in measured], **style)
@@ -146,14 +144,3 @@ def _some(rows: list[dict], field: str, out: Path) -> list[dict]:
     if not drawn:
         raise ValueError(f"rows: expected at least one with {field} to draw in {out}, got none")
     return drawn
-
-
-def _charts(count: int, height: float) -> tuple[Canvas, list[Axes]]:
-    """Lay charts out, two side by side."""
-    columns = min(count, 2)
-    lines = -(-count // columns)
-    canvas = Canvas(figsize=(5.2 * columns, 0.9 + height * lines), layout="constrained", facecolor="white")
-    charts = list(canvas.subplots(lines, columns, squeeze=False).ravel())
-    for axes in charts[count:]:
-        axes.remove()
-    return canvas, charts[:count]

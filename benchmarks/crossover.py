@@ -130,22 +130,16 @@ def draw(rows: list[dict], out: Path) -> None:
     Raises ValueError if no cell was measured.
     """
     from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
 
-    from benchmarks.plot import conditions, save
+    from benchmarks.plot import chart_grid, conditions, save
 
     maps: dict[str, dict[tuple[int, int], float | None]] = {}
     for row in rows:
         maps.setdefault(row["series"], {})[row["x"], row["requests"]] = gain(row)
     if not any(value for cells in maps.values() for value in cells.values()):
         raise ValueError(f"rows: expected at least one cell with a time to draw in {out}, got none")
-    columns = min(2, len(maps))
-    lines = -(-len(maps) // columns)
-    canvas = Figure(figsize=(4.8 * columns, 0.6 + 2.9 * lines), layout="constrained", facecolor="white")
-    charts = canvas.subplots(lines, columns, squeeze=False).ravel()
-    for axes in charts[len(maps) :]:
-        axes.remove()
-    for axes, (series, cells) in zip(charts, maps.items(), strict=False):
+    canvas, charts = chart_grid(len(maps), 4.8, 2.9)
+    for axes, (series, cells) in zip(charts, maps.items(), strict=True):
         prefixes, batches = (sorted({cell[i] for cell in cells}) for i in (0, 1))
         values = np.array([[cells.get((prefix, batch)) or np.nan for prefix in prefixes] for batch in batches])
         # White where both take equally long, on a scale of doublings.

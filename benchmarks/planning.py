@@ -12,7 +12,6 @@ all layers of a model. `--plot` and `--overhead` need matplotlib, which the extr
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import statistics
@@ -187,25 +186,19 @@ def line(row: dict) -> str:
 
 def draw(load: dict[str, Float[np.ndarray, " num_ctas"]], out: Path) -> None:
     """Draw a chart for each forest: a bar for each thread block, and a line at the mean."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    from benchmarks.plot import chart_grid, save
 
-    figure = Figure(figsize=(9.6, 0.6 + 2.3 * math.ceil(len(load) / 2)), layout="constrained", facecolor="white")
-    charts = figure.subplots(math.ceil(len(load) / 2), 2, squeeze=False).ravel()
-    for axes in charts[len(load) :]:
-        axes.remove()
-    for axes, (name, values) in zip(charts, load.items(), strict=False):
+    canvas, charts = chart_grid(len(load), 4.8, 2.3)
+    for axes, (name, values) in zip(charts, load.items(), strict=True):
         axes.bar(np.arange(len(values)), values, width=1.0, color="#56B4E9", edgecolor="white", linewidth=0.3)
         axes.axhline(values.mean(), color="#333333", linewidth=1.2)
         axes.set_title(f"{name}: most {values.max() / values.mean():.3f} × mean", fontsize=10)
         axes.set_xlim(-0.5, len(values) - 0.5)
         axes.tick_params(length=0, labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("thread block", fontsize=9)
-    figure.supylabel("predicted load, µs", fontsize=9)
-    # Text stays text and nothing depends on the hour, so that the file is small and drawing it again changes nothing.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "codec_jax"}):
-        figure.savefig(out, metadata={"Date": None})
+    canvas.supxlabel("thread block", fontsize=9)
+    canvas.supylabel("predicted load, µs", fontsize=9)
+    save(canvas, out)
 
 
 if __name__ == "__main__":

@@ -105,14 +105,8 @@ def curves(rows: list[dict], figure: Figure | None) -> Canvas:
     charts: dict[str, list[dict]] = {}
     for row in rows:
         charts.setdefault(row["series"], []).append(row)
-    columns = min(len(charts), COLUMNS)
-    lines = math.ceil(len(charts) / columns)
-    size = (max(7.6, 4.2 * columns), 0.9 + 3.2 * lines)
-    canvas = Canvas(figsize=size, layout="constrained", facecolor="white")
-    grid = canvas.subplots(lines, columns, squeeze=False).ravel()
-    for axes in grid[len(charts) :]:
-        axes.remove()
-    for axes, (series, chart) in zip(grid, charts.items(), strict=False):
+    canvas, grid = chart_grid(len(charts), 7.6 if len(charts) == 1 else 4.2, 3.2, COLUMNS)
+    for axes, (series, chart) in zip(grid, charts.items(), strict=True):
         chart.sort(key=lambda row: row["x"])
         places = [row["x"] for row in chart]
         axes.plot(places, [row["roofline_us"] for row in chart], "--", color="#333333", linewidth=1.2, label="roofline")
@@ -139,6 +133,17 @@ def curves(rows: list[dict], figure: Figure | None) -> Canvas:
     canvas.supylabel("time of all kernels, μs", fontsize=10)
     add_legend(canvas, grid[0])
     return canvas
+
+
+def chart_grid(count: int, width: float, height: float, most_columns: int = 2) -> tuple[Canvas, list[Axes]]:
+    """Lay charts of so many inches out side by side, in lines of at most so many."""
+    columns = min(count, most_columns)
+    lines = math.ceil(count / columns)
+    canvas = Canvas(figsize=(width * columns, 0.9 + height * lines), layout="constrained", facecolor="white")
+    charts = list(canvas.subplots(lines, columns, squeeze=False).ravel())
+    for axes in charts[count:]:
+        axes.remove()
+    return canvas, charts[:count]
 
 
 def tick_labels(places: list[float], logarithmic: bool) -> list[str]:
