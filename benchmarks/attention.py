@@ -29,6 +29,7 @@ from benchmarks.inputs import (
     attention_call,
     check,
     check_copies,
+    check_room,
     make_inputs,
     padded_slots,
     reference,
@@ -177,13 +178,18 @@ def measure_ours(
 
 
 def measure_cudnn(inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
-    """Check and time cuDNN on a contiguous copy of every request's K and V; ValueError if that takes too much."""
+    """Check and time cuDNN on a contiguous copy of every request's K and V.
+
+    Raises ValueError if the copies take too much, MemoryError if there is no room for them.
+    """
     forest, query, key, value = inputs
     check_copies(len(query) * int(forest.request_length.max()) * layout.kv_token_bytes)
     slots, lengths = jax.device_put((padded_slots(forest), forest.request_length))
     gather = compiled_once(_gather, key, slots)
+    copy = jax.ShapeDtypeStruct((*slots.shape, *key.shape[2:]), key.dtype)
+    attend = compiled_once(_attend_with_cudnn, query, copy, copy, lengths)
+    check_room(2 * copy.size * copy.dtype.itemsize + attend.memory_analysis().temp_size_in_bytes)
     arguments = query, gather(key, slots), gather(value, slots), lengths
-    attend = compiled_once(_attend_with_cudnn, *arguments)
     error = check(attend(*arguments), expected)
     return {
         "cudnn_us": kernel_time(lambda: attend(*arguments), repeats)[0],

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import ctypes
-import faulthandler
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,11 +28,11 @@ METRICS = {
     "l2_to_sm_bytes": "l1tex__m_xbar2l1tex_read_bytes.sum",
 }
 
-#: The configurations of the peers that are counted: the fastest ones on an H200, on every forest that was timed.
+#: The configurations of the peers that are counted: the fastest on an H200, on the forests of benchmarks.traffic.
 CONFIGURATIONS = {"flashinfer_decode": "tensor cores", "flashinfer_cascade": "fa2"}
 
 #: Now and then a process that compiles under ncu crashes, or never ends (ncu 2025.3.1, JAX 0.11.2). So a case of ours,
-#: which takes ten seconds, may take so many, and one that is lost is counted again by itself, so often.
+#: which takes ten seconds, may take so many without a wait, and one that is lost is counted again by itself, so often.
 CASE_SECONDS, MORE_TRIES = 120, 2
 
 
@@ -76,20 +74,10 @@ def count_together(cases: Sequence[Case], caller: str) -> tuple[list[dict[str, i
 
 def last_words(stdout: str, stderr: str) -> str:
     """Say in one line how a process under ncu ended that gave too few counts."""
-    if "Timeout (" in stderr:  # by `at_most`
-        return f"a case took more than {CASE_SECONDS} s"
+    if "Timeout (" in stderr:  # of a turn
+        return f"a case took more than {CASE_SECONDS} s without a wait for the GPU"
     messages = stderr or "\n".join(row for row in stdout.splitlines() if not row.startswith('"'))
     return " ".join(messages.split())[-260:]
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """End the process if this takes longer, whatever it is doing."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def totals(report: str) -> list[dict[str, int] | None]:
@@ -152,7 +140,7 @@ def main() -> None:
     reasons = {}
     for i, fields in enumerate(json.loads(Path(asked).read_text())):
         # The first use of a peer compiles it for minutes.
-        with GPU.taken(), nullcontext() if caller in CONFIGURATIONS else at_most(CASE_SECONDS):
+        with GPU.taken(at_most=0 if caller in CONFIGURATIONS else CASE_SECONDS):
             try:
                 profile(prepare(Case(Workload(*fields["workload"]), Layout(*fields["layout"])), caller))
             except Exception as error:

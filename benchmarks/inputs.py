@@ -138,6 +138,17 @@ def check_copies(size: float) -> None:
         raise ValueError(f"expected at most {MOST_DENSE_BYTES / 1e9:.0f} GB of unshared KV, got {size / 1e9:.0f} GB")
 
 
+def check_room(size: float) -> None:
+    """Raise MemoryError where JAX may not take so many bytes more on the device, rather than wait for them in vain."""
+    memory = jax.local_devices()[0].memory_stats()
+    room = memory["bytes_limit"] - memory["bytes_in_use"] if memory else size
+    if size > room:
+        raise MemoryError(
+            f"expected {size / 1e9:.1f} GB of room on the device, got {room / 1e9:.1f} GB; "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION is the share of its memory that JAX may take"
+        )
+
+
 def reference(inputs: Inputs) -> Float[np.ndarray, "B N H"]:
     """Attend in float32, each request by itself over a copy of its own context."""
     forest, query, key, value = inputs

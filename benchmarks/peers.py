@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     import torch
 
 _WORKSPACE_BYTES = 1 << 30
+_PARTIALS_BYTES = 2 << 30  # of the persistent kernel, most with a q head for each kv head
+_CUDA_CORE_GROUPS = 1, 2, 3, 4, 8  # q heads per kv head
 
 
 class PageTable(NamedTuple):
@@ -152,12 +154,15 @@ def _plan(wrapper: Any, tensors: Tensors, table: PageTable, *pointers: Int[np.nd
 
 
 def decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
-    """Plan batch decode."""
+    """Plan batch decode. Raises ValueError for a group of q heads that there is no kernel for."""
     import flashinfer
     import torch
 
     query, table = tensors.query, request_table(tensors.forest)
     pages = tensors.pages_of(table)
+    group = query.shape[1] // pages[0].shape[2]
+    if not use_tensor_cores and group not in _CUDA_CORE_GROUPS:
+        raise ValueError(f"expected groups of {_CUDA_CORE_GROUPS} q heads on CUDA cores, got {group}")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(tensors.workspace, "NHD", use_tensor_cores=use_tensor_cores)
     _plan(wrapper, tensors, table, table.page_ptr)
     out = torch.empty_like(query)
@@ -173,6 +178,7 @@ def persistent(tensors: Tensors) -> Run:
     pages = tensors.pages_of(table)
     rows, num_q_heads, head_dim = query.shape
     wrapper = flashinfer.BatchAttention("NHD")
+    wrapper.float_workspace_buffer = torch.empty(_PARTIALS_BYTES, dtype=torch.uint8, device=query.device)
     wrapper.plan(
         *(torch.from_numpy(x).cuda() for x in (table.row_ptr, table.page_ptr, table.pages, table.tokens)),
         num_q_heads,

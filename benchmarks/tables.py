@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from benchmarks.crossover import MOST_BEHIND, PAGED, PLAIN, SAME_KERNELS, gain
@@ -99,9 +100,25 @@ def mean_and_range(gains: list[float]) -> tuple[str, ...]:
     return tuple(f"{speedup(value)}x" for value in (statistics.geometric_mean(gains), min(gains), max(gains)))
 
 
+def fastest(rows: list[dict]) -> list[str]:
+    """Say, in a line if there is any, for how many rows each configuration of a peer was its fastest."""
+    said = []
+    for field, name in PEERS.items():
+        timed = [
+            {configuration: us for configuration, us in row[of].items() if not isinstance(us, str)}
+            for row in rows
+            if (of := f"{field[:-3]}_configurations") in row
+        ]
+        counted = Counter(min(each, key=each.__getitem__) for each in timed if each)
+        if counted:
+            shown = ", ".join(f"{configuration} ({count})" for configuration, count in counted.most_common())
+            said.append(f"{name}: {shown}")
+    return [f"Fastest configurations, and of how many forests: {'; '.join(said)}."] * bool(said)
+
+
 def figure(rows: list[dict]) -> str:
     """Show a figure's times and what they come to."""
-    return f"{times(rows)}\n\n{over_peers(rows)}"
+    return "\n\n".join([times(rows), over_peers(rows), *fastest(rows)])
 
 
 def with_heads(rows: list[dict]) -> str:
@@ -156,7 +173,7 @@ def crossover(rows: list[dict]) -> str:
         if gains:
             number_behind = sum(value * MOST_BEHIND < 1 for value in gains)
             behind.append(f"{number_behind} of {len(gains)} are behind {what} ({at_least(min(gains), 2)}x at least)")
-    tables.append(f"Cells more than 3% behind: {'; '.join(behind)}.")
+    tables += [f"Cells more than 3% behind: {'; '.join(behind)}.", *fastest(rows)]
     return "\n\n".join(tables)
 
 

@@ -7,6 +7,7 @@ goes when its process does.
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import functools
 import os
@@ -25,16 +26,21 @@ class Turns:
 
     def __init__(self, path: Path) -> None:
         """Use a lock file, which need not be there."""
-        self._path, self._file = path, -1
+        self._path, self._file, self._at_most = path, -1, 0.0
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for the GPU and keep it; must not be nested."""
+    def taken(self, at_most: float = 0.0) -> Iterator[None]:
+        """Wait for the GPU and keep it; must not be nested.
+
+        The process ends, whatever it is doing, if it does without a wait for `at_most` seconds; 0 is no limit.
+        """
+        self._at_most = at_most
         self._take()
         try:
             yield
         finally:
             self._give()
+            self._watch(0.0)
 
     @contextmanager
     def given(self) -> Iterator[None]:
@@ -49,12 +55,20 @@ class Turns:
             self._take()
 
     def _take(self) -> None:
+        self._watch(0.0)
         self._file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._watch(self._at_most)
 
     def _give(self) -> None:
         os.close(self._file)
         self._file = -1
+
+    def _watch(self, seconds: float) -> None:
+        if seconds:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+        elif self._at_most:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _lock_file(what: str) -> Path:

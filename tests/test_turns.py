@@ -1,10 +1,13 @@
 """Commands that measure on one GPU at the same time take turns."""
 
 import fcntl
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from benchmarks import counters
 from benchmarks.turns import Turns
 
 
@@ -47,6 +50,38 @@ def test_giving_away_what_is_not_taken_does_nothing_and_a_failure_frees_the_gpu(
     with pytest.raises(RuntimeError), mine.taken():
         raise RuntimeError("measurement")
     _try(other)
+
+
+def test_a_turn_that_takes_too_long_ends_the_process_and_waits_do_not_count(tmp_path):
+    script = f"""
+import pathlib, threading, time
+from benchmarks.turns import Turns
+path = pathlib.Path({str(tmp_path / "lock")!r})
+mine = Turns(path)
+def hold(taken):
+    with Turns(path).taken():
+        taken.set()
+        time.sleep(1.5)
+def held():
+    taken = threading.Event()
+    threading.Thread(target=hold, args=[taken]).start()
+    taken.wait()
+held()
+with mine.taken(at_most=1):
+    with mine.given():
+        held()
+time.sleep(1.5)
+with mine.taken():
+    time.sleep(1.5)
+print("in time", flush=True)
+with mine.taken(at_most=1):
+    with mine.given():
+        time.sleep(50)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "in time\n")
+    said = f"a case took more than {counters.CASE_SECONDS} s without a wait for the GPU"
+    assert counters.last_words(ended.stdout, ended.stderr) == said
 
 
 def _try(turns: Turns) -> None:
