@@ -54,7 +54,7 @@ def draw(rows: list[dict], out: Path, figure: Figure | None = None) -> None:
         raise ValueError(f"rows: expected at least one with a roofline to draw in {out}, got none")
     canvas = curves(drawn, figure) if "series" in drawn[0] else markers(drawn)
     if figure:
-        canvas.suptitle(figure.title, fontsize=11)
+        canvas.legends[0].set_title(figure.title, prop={"size": 11})  # a title of the canvas would cross the legend
     canvas.supxlabel(conditions(drawn), x=0.99, ha="right", fontsize=9, color="#555555")
     save(canvas, out)
 
@@ -105,7 +105,7 @@ def curves(rows: list[dict], figure: Figure | None) -> Canvas:
     charts: dict[str, list[dict]] = {}
     for row in rows:
         charts.setdefault(row["series"], []).append(row)
-    canvas, grid = chart_grid(len(charts), 7.6 if len(charts) == 1 else 4.2, 3.2, COLUMNS)
+    canvas, grid = chart_grid(len(charts), 8.4 if len(charts) == 1 else 4.2, 3.2, COLUMNS)
     for axes, (series, chart) in zip(grid, charts.items(), strict=True):
         chart.sort(key=lambda row: row["x"])
         places = [row["x"] for row in chart]
@@ -168,7 +168,8 @@ def tidy(axes: Axes) -> None:
 def add_legend(canvas: Canvas, axes: Axes) -> None:
     """Name what is drawn, ours first."""
     handles, labels = axes.get_legend_handles_labels()
-    canvas.legend(handles[::-1], labels[::-1], loc="outside upper left", ncols=5, frameon=False, handletextpad=0.2)
+    style = {"ncols": 5, "frameon": False, "handletextpad": 0.2, "alignment": "left"}
+    canvas.legend(handles[::-1], labels[::-1], loc="outside upper left", **style)
 
 
 def conditions(rows: list[dict]) -> str:

@@ -251,6 +251,28 @@ def test_charts_show_every_series_its_axis_and_the_peers_that_were_measured(tmp_
     assert text == files[1].read_text()
 
 
+@pytest.mark.parametrize("charts", [0, 1, 2, 3, 5])
+def test_title_and_legend_are_on_the_canvas_beside_the_charts(charts, monkeypatch, tmp_path):
+    canvases = []
+    monkeypatch.setattr(plot, "save", lambda canvas, _: canvases.append(canvas))
+    times = {"cudnn_us": 3.0, "flashinfer_decode_us": 9.0, "flashinfer_cascade_us": 4.0}
+    rows = rows_of([*sweeps.depth()][:5], **times)
+    if charts:
+        rows = [row | {"series": f"chart {i}", "x": x} for i in range(charts) for x, row in enumerate(rows)]
+    else:
+        rows = [{field: value for field, value in row.items() if field != "series"} for row in rows]
+    plot.draw(rows, tmp_path / "out.svg", FIGURES["depth"])
+    canvas = canvases[0]
+    canvas.draw_without_rendering()
+    legend = canvas.legends[0].get_window_extent()
+    assert canvas.legends[0].get_title().get_text() == FIGURES["depth"].title
+    assert canvas.bbox.containsx(legend.x0)
+    assert canvas.bbox.containsx(legend.x1)
+    assert canvas.bbox.containsy(legend.y1)
+    for axes in canvas.axes:
+        assert not legend.overlaps(axes.get_tightbbox())
+
+
 def test_labels_that_would_touch_are_left_out():
     assert plot.tick_labels([1024, 2048, 32_768, 50_000, 65_536], True) == ["1024", "2048", "32768", "", "65536"]
     assert plot.tick_labels([0, 0.25, 0.5, 0.9, 0.97], False) == ["0", "0.25", "0.5", "", "0.97"]

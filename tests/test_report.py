@@ -151,6 +151,21 @@ def test_the_crossover_has_a_table_for_each_group_and_counts_what_is_behind():
     )
 
 
+def test_the_fastest_configurations_of_a_peer_are_counted():
+    decode = [
+        {"a": 2.0, "b": 1.0},
+        {"a": 3.0, "b": "ValueError: no kernel"},
+        {"a": 5.0, "b": 4.0},
+        {"a": "out of luck"},
+    ]
+    rows = [{"kernel_us": 1.0, "flashinfer_decode_configurations": each} for each in decode]
+    rows += [{"flashinfer_cascade_configurations": {"fa2": 1.0}}, {"kernel_us": 2.0}]
+    assert tables.fastest(rows) == [
+        "Fastest configurations, and of how many forests: FlashInfer decode: b (2), a (1); FlashInfer cascade: fa2 (1)."
+    ]
+    assert tables.fastest(rows[-1:]) == []
+
+
 def test_block_sizes_have_a_line_for_every_config_that_serves_all_forests():
     common = {"head_dim": 64, "table": "SMALL", "block_tokens": 128, "roofline_us": 2.0}
     times = {("a", 2): 4.0, ("b", 2): 16.0, ("a", 3): 8.0, ("b", 3): None}
