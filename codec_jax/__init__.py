@@ -17,7 +17,7 @@ and by words: `nodes` and `entries` of a forest, `num_pages` and `page_size` of 
 from codec_jax import attention, flash_decoding, latent, partial
 from codec_jax.cost import CostModel
 from codec_jax.drafts import DraftTrees
-from codec_jax.errors import OutOfPagesError, OutOfSlotsError, PlanError
+from codec_jax.errors import LogitsError, OutOfPagesError, OutOfSlotsError, PlanError
 from codec_jax.forest import Forest
 from codec_jax.pages import KVPages, PagePool
 from codec_jax.plan import Plan, make_plan
@@ -28,6 +28,7 @@ __all__ = [
     "DraftTrees",
     "Forest",
     "KVPages",
+    "LogitsError",
     "OutOfPagesError",
     "OutOfSlotsError",
     "PagePool",

@@ -102,14 +102,29 @@ class DraftTrees:
 
         `forest` is the one from before the candidates. Returns it with the accepted tokens, and the slots from which
         and to which K and V of every layer move (`KVPages.move`).
+
+        Raises ValueError for shapes that do not fit, and on the host for places outside of a tree or more tokens than
+        a path has; under `jax.jit` attention over the forest then returns NaN.
         """
-        tokens, most = self.depth.shape[1], path.shape[1]
-        if path.ndim != 2 or most > tokens:
-            raise ValueError(f"path: expected [B, A] with A of at most T = {tokens}, got shape {path.shape}")
+        (batch, tokens), (shape, of_count) = self.depth.shape, (np.shape(path), np.shape(count))
+        if len(shape) != 2 or shape[0] != batch or shape[1] > tokens:
+            raise ValueError(f"path: expected [B, A] with B = {batch} and A of at most T = {tokens}, got shape {shape}")
+        if of_count != (batch,):
+            raise ValueError(f"count: expected shape {(batch,)}, one number for each request, got {of_count}")
+        most = shape[1]
+        xp = np if all(isinstance(x, np.ndarray) for x in (path, count)) else jnp
+        taken = xp.arange(most, dtype=np.int32) < count[:, None]
+        fits = (count <= most) & (~taken | ((path >= 0) & (path < tokens))).all(1)
+        if isinstance(fits, np.ndarray) and not fits.all():
+            request = int(np.argmin(fits))
+            raise ValueError(
+                f"path: expected {count[request]} places in [0, {tokens}) for request {request}, "
+                f"got {path[request].tolist()}"
+            )
         slots = jnp.asarray(forest.extend(tokens).slots(tokens))
         source = jnp.take_along_axis(slots, jnp.clip(path, 0, tokens - 1), axis=1)
-        target = jnp.where(jnp.arange(most, dtype=jnp.int32) < count[:, None], slots[:, :most], NO_SLOT)
-        return forest.extend(count), source, target
+        target = jnp.where(taken, slots[:, :most], NO_SLOT)
+        return forest.extend(count if isinstance(fits, np.ndarray) else jnp.where(fits, count, -1)), source, target
 
     def fit(self, forest: Forest) -> Bool[HostOrDevice, " B"]:
         """Whether each request has a valid tree, and its candidates in a leaf that nobody else reads. Jittable."""

@@ -39,7 +39,9 @@ def reserve(
 ) -> tuple[Forest, PagePool]:
     """Give each request a leaf of its own with room for `tokens` more tokens."""
     each = np.asarray(tokens)
-    if not np.issubdtype(each.dtype, np.integer) or each.shape not in ((), forest.leaf.shape) or (each < 0).any():
+    most = np.iinfo(np.int64).max
+    fits = np.issubdtype(each.dtype, np.integer) and each.shape in ((), forest.leaf.shape)
+    if not fits or (each < 0).any() or (each > most).any():
         raise ValueError(
             f"tokens: expected a number of tokens to make room for, or one for each of the "
             f"{forest.request_capacity} request slots, got {tokens}"

@@ -14,6 +14,17 @@ class OutOfPagesError(RuntimeError):
     generated: Any = None
 
 
+class LogitsError(FloatingPointError):
+    """The logits of some requests are not finite: the weights are not, or numbers of a context have blown up.
+
+    When `nnx.Sampler.decode` meets them, `state` and `generated` hold what it had reached, with tokens of these
+    requests that mean nothing: prune them from the state and go on with the others.
+    """
+
+    state: Any = None
+    generated: Any = None
+
+
 class OutOfSlotsError(RuntimeError):
     """A forest has no free request or node slot left; the forest that was passed in is unchanged."""
 

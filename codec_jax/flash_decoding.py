@@ -65,6 +65,8 @@ def flash_attn_with_kvcache(
     q: Float[Array, "B T N H"],
     k_cache: Float[Array, "num_blocks page_block_size K H"],
     v_cache: Float[Array, "num_blocks page_block_size K H"],
+    k: None = None,
+    v: None = None,
     *,
     return_softmax_lse: Literal[False] = False,
     **options: Any,
@@ -76,6 +78,8 @@ def flash_attn_with_kvcache(
     q: Float[Array, "B T N H"],
     k_cache: Float[Array, "num_blocks page_block_size K H"],
     v_cache: Float[Array, "num_blocks page_block_size K H"],
+    k: None = None,
+    v: None = None,
     *,
     return_softmax_lse: Literal[True],
     **options: Any,
@@ -86,6 +90,8 @@ def flash_attn_with_kvcache(
     q: Float[Array, "B T N H"],
     k_cache: Float[Array, "num_blocks page_block_size K H"],
     v_cache: Float[Array, "num_blocks page_block_size K H"],
+    k: None = None,
+    v: None = None,
     *,
     cache_seqlens: int | Integers | Array | None = None,
     cache_batch_idx: Integers | Array | None = None,
@@ -103,6 +109,7 @@ def flash_attn_with_kvcache(
       k_cache: [num_blocks, page_block_size, nheads_k, headdim] with a block_table, page_block_size a multiple of 8;
         [batch_cache, seqlen_cache, nheads_k, headdim] without, seqlen_cache a multiple of 8. Every value finite.
       v_cache: like k_cache.
+      k, v: must be None: JAX arrays cannot be written in place, so new K and V are written before.
       cache_seqlens: tokens in each row's cache, those of q included: an integer, or [batch]; defaults to all that
         the table or the cache holds. A row of length 0 gives 0.
       cache_batch_idx: [batch], the row of a cache without block_table that each row reads; defaults to its own.
@@ -122,7 +129,7 @@ def flash_attn_with_kvcache(
     Raises ValueError for what does not fit or is not supported, TypeError for a table, lengths or indices that are
     traced, and for a name that flash-attn does not have.
     """
-    _refuse(others)
+    _refuse({"k": k, "v": v} | others)
     q, k_cache, v_cache = (jnp.asarray(x) for x in (q, k_cache, v_cache))
     _check_arrays(q, k_cache, v_cache)
     batch, tokens, num_q_heads, head_dim = q.shape
@@ -273,7 +280,8 @@ def _refuse(others: dict[str, Any]) -> None:
         neutral, way_out = _REFUSED[name]
         if value is None or (neutral is not None and np.array_equal(value, neutral)):
             continue
-        got = f"an array of shape {np.shape(value)}" if np.ndim(value) else repr(value)
+        is_array = hasattr(value, "shape") and value.shape
+        got = f"an array of shape {value.shape}" if is_array else repr(value)
         raise ValueError(f"{name}: expected {neutral}, got {got}; {way_out}")
 
 

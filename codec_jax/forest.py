@@ -291,6 +291,8 @@ class Forest:
                 f"count: expected an integer, or one for each of the {leaf.shape[0]} request slots, "
                 f"got {count.dtype} of shape {count.shape}"
             )
+        if count.dtype.itemsize > 4:  # past int32 is past any leaf
+            count = xp.clip(count, -1, np.iinfo(np.int32).max)
         growth = xp.where(leaf >= 0, count.astype(np.int32), 0)
         owned = self.row_hi[leaf] - self.row_lo[leaf] == 1
         fits = growth <= self.page_count[leaf] * self.page_size - self.length[leaf]

@@ -69,7 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = _open_model(arguments)
         prompts = read_prompts(arguments.prompts, model, arguments.max_new_tokens)
         options.check_sampling(
-            model.stop_tokens, arguments.temperature, arguments.top_k, arguments.top_p, model.config.vocab_size
+            model.stop_tokens,
+            arguments.temperature,
+            arguments.top_k,
+            arguments.top_p,
+            arguments.seed,
+            model.config.vocab_size,
         )
         num_pages = _most_pages(model.config, arguments.kv_cache_gib)
         batches = make_batches(
@@ -118,7 +123,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kv-cache-gib",
         type=_gib,
-        help=f"memory for KV pages (default: {KV_SHARE:.0%} of what the weights leave free on the device, "
+        help=f"memory for KV pages (default: {KV_SHARE:.0%}% of what the weights leave free on the device, "
         f"{DEFAULT_KV_GIB:g} where it does not say)",
     )
     return parser.parse_args(argv)

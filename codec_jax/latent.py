@@ -106,6 +106,7 @@ def reconstruct(
     latents, rotated = latent_pages[..., 0, :latent], latent_pages[..., latent:]
     key = _product("psl,lnd->psnd", latents, up_key).astype(latent_pages.dtype)
     value = _product("psl,lnv->psnv", latents, up_value).astype(latent_pages.dtype)
+    value = jnp.where(jnp.isfinite(value), value, 0)  # as KVPages has it, or one request reaches another
     shared = jnp.broadcast_to(rotated, (*key.shape[:3], rope))
     return KVPages(
         jnp.concatenate([key, shared], axis=-1),

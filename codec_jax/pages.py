@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from codec_jax import checks
 from codec_jax.errors import OutOfPagesError
 
 #: A token slot that is out of every pool's bounds: what is written to it is dropped.
@@ -35,7 +36,7 @@ class PagePool:
         """
         if num_pages <= 0:
             raise ValueError(f"num_pages: expected a positive number, got {num_pages}")
-        ids = np.zeros(0, np.int64) if taken is None else np.asarray(taken, np.int64)
+        ids = checks.int_vector("taken", () if taken is None else taken)
         if ids.size and (ids.min() < 0 or ids.max() >= num_pages):
             raise ValueError(
                 f"taken: expected page ids in [0, {num_pages}), got {ids.min()} to {ids.max()}; "
@@ -82,7 +83,7 @@ class PagePool:
 
     def release(self, pages: Int[np.ndarray, " pages"]) -> PagePool:
         """Take one owner off each page. Raises ValueError if a page has none to give up, or is not of this pool."""
-        ids = np.asarray(pages, np.int64)
+        ids = checks.int_vector("pages", pages)
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_pages):
             raise ValueError(f"pages: expected page ids in [0, {self.num_pages}), got {ids.min()} to {ids.max()}")
         owners = self.owners - np.bincount(ids, minlength=self.num_pages).astype(np.int32)
@@ -118,22 +119,33 @@ class KVPages:
     def write(self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> KVPages:
         """Store one K and V row per token slot (page * page_size + offset, from `Forest.slots`); jittable.
 
-        Slots out of bounds (`NO_SLOT`) are dropped. Entries of V that are not finite are stored as 0; K is stored as
-        it is, so that a request whose own numbers have blown up still sees NaN. Under `jax.jit` with donated pages the
-        update is in place.
+        Slots out of bounds (`NO_SLOT`, or negative) are dropped. Entries of V that are not finite in the pages' dtype
+        are stored as 0; K is stored as it is, so that a request whose own numbers have blown up still sees NaN. Under
+        `jax.jit` with donated pages the update is in place.
+
+        Raises ValueError unless there is one row of K heads for each slot.
         """
 
-        def store(pages: Array, rows: Array) -> Array:
+        def store(name: str, pages: Array, rows: Array) -> Array:
+            expected = (*slots.shape, *pages.shape[2:])
+            if rows.shape != expected:
+                raise ValueError(f"{name}: expected shape {expected}, a row for each slot, got {rows.shape}")
             tokens = pages.reshape(-1, *pages.shape[2:])
-            return tokens.at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
+            return tokens.at[_inside(slots)].set(rows, mode="drop").reshape(pages.shape)
 
-        return KVPages(store(self.key, key), store(self.value, jnp.where(jnp.isfinite(value), value, 0)))
+        value = value.astype(self.value.dtype)  # which may make infinities of large numbers
+        value = jnp.where(jnp.isfinite(value), value, 0)
+        return KVPages(store("key", self.key, key.astype(self.key.dtype)), store("value", self.value, value))
 
     def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> KVPages:
         """Copy K and V from token slots to token slots, all read before any is written; jittable.
 
-        Where either slot is out of bounds (`NO_SLOT`), nothing is copied.
+        Where either slot is out of bounds (`NO_SLOT`, or negative), nothing is copied. Raises ValueError for slots of
+        different shapes.
         """
+        if source.shape != target.shape:
+            raise ValueError(f"target: expected shape {source.shape}, that of source, got {target.shape}")
+        source, target = _inside(source), _inside(target)
 
         def copy(pages: Array) -> Array:
             tokens = pages.reshape(-1, *pages.shape[2:])
@@ -142,3 +154,8 @@ class KVPages:
             return tokens.at[to].set(rows, mode="drop").reshape(pages.shape)
 
         return KVPages(copy(self.key), copy(self.value))
+
+
+def _inside(slots: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Return slots with negative ones out of bounds, where an index would count from the end."""
+    return jnp.where(slots < 0, NO_SLOT, slots)

@@ -105,8 +105,8 @@ def extents_of_streams(
         least, most = _positions_of_tiles(forest, rows)
         start = forest.start[node]
         full = np.minimum(full, (np.minimum(least[tile], least[other_tile])[stream] - start) // slot_tokens)
-        visible = (np.maximum(most[tile], most[other_tile])[stream] + steps - start) // slot_tokens + 1
-        count = np.clip(visible, 0, count)
+        last = np.maximum(most[tile], most[other_tile])[stream].astype(np.int64) + steps  # which may be any number
+        count = np.clip((last - start) // slot_tokens + 1, 0, count).astype(count.dtype)
     full = np.where((lo <= stream_lo[stream]) & (hi >= stream_hi[stream]), np.clip(full, 0, count), 0)
 
     counts = np.stack([full, count - full])

@@ -270,6 +270,31 @@ def test_passes_give_the_dense_logits_of_every_root_path_and_accepted_tokens_are
             assert np.asarray(on_device.request_length).tolist() == [*lengths, 0]
 
 
+@pytest.mark.parametrize(
+    ("path", "count", "message"),
+    [
+        ([[0], [1]], [3, 1], r"path: expected 3 places in \[0, 4\) for request 0, got \[0\]"),
+        ([[0, 1], [1, 9]], [2, 2], r"path: expected 2 places in \[0, 4\) for request 1, got \[1, 9\]"),
+        ([[0, 1], [-5, 0]], [2, 1], r"path: expected 1 places in \[0, 4\) for request 1, got \[-5, 0\]"),
+        ([0, 1], [1, 1], r"path: expected \[B, A\] with B = 2 and A of at most T = 4, got shape \(2,\)"),
+        ([[0], [1]], 1, r"count: expected shape \(2,\), one number for each request, got \(\)"),
+    ],
+)
+def test_what_cannot_be_accepted_raises_on_the_host_and_spoils_the_forest_on_the_device(
+    path: list, count: int | list[int], message: str
+) -> None:
+    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]])
+    forest, _ = forest.reserve(PagePool.create(64, forest.used_pages), 20)
+    trees = DraftTrees.from_parents(np.array([[-1, 0, 0, 1], [-1, -1, 1, 1]]))
+    with pytest.raises(ValueError, match=message):
+        trees.accept(forest, np.asarray(path), np.asarray(count))
+    if np.ndim(path) == 2 and np.ndim(count) == 1:
+        plan = make_plan(forest, num_q_heads=1, num_kv_heads=1, head_dim=8, steps=8)
+        after = jax.jit(trees.accept)(forest, jnp.asarray(path), jnp.asarray(count))[0]
+        assert bool(plan.is_exact_for(forest))
+        assert not bool(plan.is_exact_for(after))
+
+
 def test_positions_are_depths_below_the_context() -> None:
     forest = Forest.from_nodes([-1, 0, 0], [9, 5, 4], [2, 1], request_capacity=3)
     drafts = DraftTrees.from_parents(np.asarray([[-1, 0, 1, 0], [-1, -1, 0, 1], [-1, -1, -1, -1]]))

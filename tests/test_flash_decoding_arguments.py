@@ -112,6 +112,17 @@ def test_what_is_not_supported_is_refused_by_name_with_the_way_out(name: str) ->
         flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, **{name: REFUSED[name]})
 
 
+def test_k_and_v_are_refused_where_flash_attn_has_them_too() -> None:
+    new = np.zeros((ROWS, 1, KV_HEADS, HEAD_DIM))
+    with pytest.raises(ValueError, match=r"^k: expected None, got an array of shape .*; \w+"):
+        flash_attn_with_kvcache(*arrays(), new, new, block_table=table(2), cache_seqlens=50)  # type: ignore[call-overload]
+
+
+def test_what_is_no_array_is_shown_as_it_is() -> None:
+    with pytest.raises(ValueError, match=r"^window_size: expected \(-1, -1\), got \(128, 0\); "):
+        flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, window_size=(128, 0))
+
+
 def test_an_argument_that_flash_attn_does_not_have_is_refused_as_python_does() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'blocktable'"):
         flash_attn_with_kvcache(*arrays(), blocktable=table(2))

@@ -8,7 +8,7 @@ from forests import ancestry, contexts, num_pages, page_sizes, prefixes, readers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec_jax import Forest, PagePool, make_plan
+from codec_jax import Forest, OutOfPagesError, PagePool, make_plan
 from codec_jax.pages import NO_SLOT
 
 # Fixed capacities, so that a jitted function compiles once per page size and bucket of pages.
@@ -256,6 +256,15 @@ def test_extend_lengthens_the_contexts_by_count_on_host_and_under_jit(tree, page
         seen |= set(own)
     everyone = [slot for context in contexts(tree, page_size) for slot in context]
     assert not seen & set(everyone)
+
+
+@pytest.mark.parametrize("count", [2**31, 2**32, 2**32 + 3, 2**64 - 1])
+def test_a_count_past_int32_is_too_many(count):
+    forest = Forest.from_nodes([-1], [3], [0])
+    with pytest.raises(ValueError, match=r"count: request 0 cannot take .* more tokens"):
+        forest.extend(np.asarray(count))
+    with pytest.raises((ValueError, OutOfPagesError), match=r"pages|tokens"):
+        forest.reserve(PagePool.create(4, forest.used_pages), np.asarray(count))
 
 
 def test_extend_by_a_scalar_grows_every_request_in_use():

@@ -213,6 +213,12 @@ def test_shapes_that_do_not_fit_are_refused_by_name(name: str, shape: tuple[int,
             reconstruct(*shaped[2:])
 
 
+def test_reconstructed_values_are_finite() -> None:
+    latents = jnp.full((1, PAGE, 1, 32), 300.0, jnp.float16)
+    pages = reconstruct(latents, jnp.ones((32, 4, 16)), jnp.full((32, 4, 16), 300.0))
+    assert np.isfinite(pages.value).all()
+
+
 def test_values_that_are_wider_than_keys_cannot_be_reconstructed() -> None:
     given = arrays(Sizes(value=25))
     with pytest.raises(ValueError, match=r"^up_value: expected values of at most nope \+ rope = 24 numbers, got 25"):

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,6 +156,40 @@ def test_writing_only_to_no_slot_changes_nothing():
     after = jax.jit(KVPages.write)(pages, jnp.full((2, 3), NO_SLOT, jnp.int32), rows((2, 3), 1), rows((2, 3), 1))
     assert not after.key.any()
     assert not after.value.any()
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(jnp.float16, 7e4), (jnp.bfloat16, 3.4e38), (jnp.float32, np.inf)])
+def test_what_the_pages_cannot_hold_as_a_number_is_stored_as_0_in_v_and_as_it_is_in_k(dtype, large):
+    row = jnp.asarray([[[[large, 1.0]]]], jnp.float32)
+    pages = KVPages.zeros(1, 8, 1, 2, dtype).write(jnp.zeros((1, 1), jnp.int32), row, row)
+    assert pages.value[0, 0, 0].tolist() == [0.0, 1.0]
+    assert pages.key[0, 0, 0].tolist() == [np.inf, 1.0]
+
+
+def test_negative_slots_are_out_of_bounds_as_large_ones_are():
+    slots, row = jnp.asarray([[-1, 2, -33, NO_SLOT]]), jnp.arange(1.0, 5.0).reshape(1, 4, 1, 1)
+    pages = KVPages.zeros(4, 8, 1, 1, jnp.float32).write(slots, row, row)
+    assert np.flatnonzero(pages.value).tolist() == np.flatnonzero(pages.key).tolist() == [2]
+    there = pages.move(jnp.asarray([[2, 2, -30, 2]]), jnp.asarray([[-1, 5, 6, NO_SLOT]]))
+    assert np.flatnonzero(there.value).tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 4), (3, 1, 1, 4), (3, 1, 2, 4), (3, 2, 2, 3)])
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_rows_that_are_not_one_for_each_slot_are_refused(name, shape):
+    pages, rows = KVPages.zeros(4, 8, 2, 4), dict.fromkeys(("key", "value"), jnp.ones((3, 2, 2, 4)))
+    message = f"{name}: expected shape (3, 2, 2, 4), a row for each slot, got {shape}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pages.write(jnp.zeros((3, 2), jnp.int32), **rows | {name: jnp.ones(shape)})
+    with pytest.raises(ValueError, match=r"target: expected shape \(3, 2\), that of source, got \(3, 1\)"):
+        pages.move(jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 1), jnp.int32))
+
+
+def test_page_ids_that_are_not_integers_are_refused():
+    with pytest.raises(ValueError, match="taken: expected a list of integers, got float64"):
+        PagePool.create(4, np.asarray([0.5, 1.9]))
+    with pytest.raises(ValueError, match="pages: expected a list of integers, got float64"):
+        PagePool.create(4, np.asarray([0])).release(np.asarray([0.7]))
 
 
 def test_a_jitted_step_appends_a_token_to_every_request_of_a_forest():

@@ -133,6 +133,18 @@ def test_block_capacity_pads_and_a_plan_that_needs_more_gets_the_next_bucket():
     assert not sizes[57].pages[10:].any()
 
 
+@pytest.mark.parametrize("steps", [32, 2**31 - 24, 2**31 - 1, 2**40])
+def test_more_steps_than_pages_hold_are_as_many_as_they_hold(steps):
+    forest = Forest.from_nodes([-1, 0, 0], [20, 3, 5], [1, 2])
+    forest, _ = forest.reserve(PagePool.create(64, forest.used_pages), 32)
+    sizes = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8, "query_tokens": 2, "num_ctas": 4}
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        make_plan(forest, **sizes, steps=64),
+        make_plan(forest, **sizes, steps=steps + 32),
+    )
+
+
 @pytest.mark.parametrize("length", [0, 5])
 def test_a_plan_without_work_keeps_the_shapes_that_its_capacity_asks_for(length):
     forest = Forest.from_nodes([-1], [length], [0], page_size=16)

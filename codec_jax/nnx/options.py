@@ -8,6 +8,7 @@ from jaxtyping import Int
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
+from codec_jax.pages import KVPages
 
 
 def check_prompts(prompts: Sequence[Integers], max_requests: int, max_context: int, vocab_size: int) -> None:
@@ -36,8 +37,7 @@ def check_streams(streams: Integers, requests: int) -> Int[np.ndarray, " request
 
 def check_room(name: str, tokens: int, length: int, max_context: int) -> None:
     """Raise ValueError unless a request of `length` tokens can take so many more."""
-    if tokens <= 0:
-        raise ValueError(f"{name}: expected a positive number, got {tokens}")
+    checks.positive(name, tokens)
     if length + tokens > max_context:
         raise ValueError(
             f"{name}: expected at most {max_context - length}, which takes a request from {length} tokens to "
@@ -45,12 +45,25 @@ def check_room(name: str, tokens: int, length: int, max_context: int) -> None:
         )
 
 
-def check_sampling(stop_tokens: Integers, temperature: float, top_k: int | None, top_p: float, vocab_size: int) -> None:
+def check_unused(cache: Sequence[KVPages]) -> None:
+    """Raise ValueError for the cache of a state that a call has used up."""
+    if cache[0].key.is_deleted():
+        raise ValueError(
+            "state: expected one that no call has used up, got one that was passed to decode or append before; "
+            "go on with the state that it returned"
+        )
+
+
+def check_sampling(
+    stop_tokens: Integers, temperature: float, top_k: int | None, top_p: float, seed: int, vocab_size: int
+) -> None:
     """Raise ValueError for sampling options out of range."""
     checks.tokens("stop_tokens", checks.int_vector("stop_tokens", list(stop_tokens)), vocab_size)
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected at least 1, or None for all tokens, got {top_k}")
+    if top_k is not None and (not isinstance(top_k, int | np.integer) or top_k < 1):
+        raise ValueError(f"top_k: expected an integer of at least 1, or None for all tokens, got {top_k}")
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed: expected an integer in [0, 2**32), got {seed}")
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p: expected a probability in (0, 1], got {top_p}")

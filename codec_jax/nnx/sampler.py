@@ -26,7 +26,7 @@ from tqdm import tqdm
 from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.capacity import bucket
-from codec_jax.errors import OutOfPagesError
+from codec_jax.errors import LogitsError, OutOfPagesError
 from codec_jax.forest import Forest
 from codec_jax.nnx import options
 from codec_jax.nnx.decoder import Decoder
@@ -157,8 +157,9 @@ class Sampler:
         tokens depend on the seed, its own stream and its own context, not on who is decoded beside it. `on_tokens`
         is called with a request and its new tokens, once per interval of `steps` tokens. `state` is used up.
 
-        Raises ValueError for options out of range or a request that would exceed max_context, OutOfPagesError
-        (which carries what was reached) when the pool runs out, FloatingPointError for logits that are not finite.
+        Raises ValueError for options out of range, a state that was used up before or a request that would exceed
+        max_context; OutOfPagesError when the pool runs out and LogitsError for logits that are not finite, which both
+        carry what was reached. What `on_tokens` raises ends the decoding, and the state with it.
         """
         return self._decode_on(state, max_tokens, 0, stop_tokens, temperature, top_k, top_p, seed, on_tokens)
 
@@ -175,14 +176,16 @@ class Sampler:
         on_tokens: Callable[[int, list[int]], None] | None,
     ) -> tuple[Decoding, Generated]:
         """Do what `decode` does, for a caller who expects to go on with `then` tokens for every request."""
-        options.check_sampling(stop_tokens, temperature, top_k, top_p, self.config.vocab_size)
+        stop_tokens = list(stop_tokens)
+        options.check_sampling(stop_tokens, temperature, top_k, top_p, seed, self.config.vocab_size)
+        options.check_unused(state.cache)
         options.check_room("max_tokens", max_tokens, int(state.forest.request_length.max()), self.max_context)
         stops = np.full(max(8, len(stop_tokens)), -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
         sampling = (
             jax.random.key(seed),
             np.float32(temperature),
-            np.int32(self.config.vocab_size if top_k is None else top_k),
+            np.int32(self.config.vocab_size if top_k is None else min(top_k, self.config.vocab_size)),
             np.float32(top_p),
             stops,
         )
@@ -218,11 +221,6 @@ class Sampler:
             following = np.where(remaining > self.steps, remaining - self.steps, np.minimum(remaining, then))
             ahead = self._prepare_ahead(forest, interval.pool, following, state)
             tokens, logprobs, running, broken = jax.device_get(results)
-            if broken.any():
-                raise FloatingPointError(
-                    f"logits: expected finite numbers, got others for requests {np.flatnonzero(broken).tolist()}; "
-                    "are the weights finite?"
-                )
             counts = (tokens >= 0).sum(axis=1, dtype=np.int32)
             state = replace(
                 state,
@@ -239,8 +237,16 @@ class Sampler:
                 generated.tokens[request].extend(new)
                 generated.logprobs[request].extend(logprobs[request, : counts[request]].tolist())
                 generated.stopped[request] = new[-1] in stop_tokens
-                if on_tokens is not None:
-                    on_tokens(request, new)
+            if broken.any():
+                broke = LogitsError(
+                    f"logits: expected finite numbers, got others for requests {np.flatnonzero(broken).tolist()}; "
+                    "are the weights finite? The error's state goes on without these requests"
+                )
+                broke.state, broke.generated = state, generated
+                raise broke
+            if on_tokens is not None:
+                for request in growing.tolist():
+                    on_tokens(request, tokens[request, : counts[request]].tolist())
             remaining = np.where(running, remaining - counts, 0)
         return state, generated
 
@@ -250,6 +256,7 @@ class Sampler:
         `tokens` maps requests to what follows in them. Raises ValueError for a request that is not in use, no
         tokens, or tokens out of range, OutOfPagesError if the pool does not hold them.
         """
+        options.check_unused(state.cache)
         requests = checks.requests_in_use(list(tokens), state.forest.leaf)
         new = {request: checks.int_vector(f"tokens[{request}]", list(tokens[request])) for request in requests.tolist()}
         for request, given in new.items():
@@ -332,8 +339,8 @@ class Sampler:
 
         Requests leave the forest as they finish. Options and errors are those of `start` and `decode`, with a stream
         for each completion; `on_tokens` gets the index of the completion, and so does `on_completion`, which is
-        called as soon as one is finished. `progress` shows bars for prefill and decoding. If the pool runs out, the
-        OutOfPagesError carries the completions so far as `generated`.
+        called as soon as one is finished. `progress` shows bars for prefill and decoding. OutOfPagesError and
+        LogitsError carry the completions so far as `generated`.
         """
         checks.positive("samples", samples)
         repeated = [prompt for prompt in prompts for _ in range(samples)]
@@ -352,7 +359,7 @@ class Sampler:
                     state, new = self._decode_on(
                         state, count, then, stop_tokens, temperature, top_k, top_p, seed, on_tokens
                     )
-                except OutOfPagesError as error:
+                except (OutOfPagesError, LogitsError) as error:
                     error.generated = done
                     raise
                 left -= count

@@ -1,5 +1,7 @@
 """Whole completions, and what the sampler refuses."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 from cases import CONTEXT, CROWD, LONG, PROMPTS, VOCAB, Dense, Setup, stops_for, until_stop
 from flax import nnx
 
-from codec_jax import OutOfPagesError
+from codec_jax import LogitsError, OutOfPagesError
 from codec_jax.nnx import Decoder, Sampler
 
 # --- Generate ---------------------------------------------------------------------------------------------------
@@ -99,6 +101,9 @@ WRONG_OPTIONS = [
     ({"temperature": np.nan}, "^temperature: .*nan"),
     ({"temperature": np.inf}, "^temperature: .*inf"),
     ({"top_k": 0}, "^top_k: .*got 0"),
+    ({"top_k": 2.5}, "^top_k: .*got 2.5"),
+    ({"seed": -1}, r"^seed: expected an integer in \[0, 2\*\*32\), got -1"),
+    ({"seed": 2**32}, "^seed: .*got 4294967296"),
     ({"top_p": 0.0}, "^top_p: .*got 0.0"),
     ({"top_p": 1.5}, "^top_p: .*got 1.5"),
     ({"top_p": np.nan}, "^top_p: .*got nan"),
@@ -116,7 +121,7 @@ def test_options_that_cannot_be_are_refused(sampler: Sampler, options: dict, mes
         sampler.generate([[5]], max_new_tokens=5, **options)
 
 
-@pytest.mark.parametrize("tokens", [0, -3])
+@pytest.mark.parametrize("tokens", [0, -3, 2.5])
 def test_the_number_of_tokens_must_be_positive(sampler: Sampler, tokens: int) -> None:
     with pytest.raises(ValueError, match=f"^max_tokens: .*got {tokens}"):
         sampler.decode(sampler.start([[5]]), tokens)
@@ -161,6 +166,35 @@ def test_weights_that_are_not_finite_are_noticed(sampler: Sampler, monkeypatch: 
     state = sampler.start(PROMPTS)
     with pytest.raises(FloatingPointError, match=r"^logits: .*requests \[0, 1, 2, 3\]"):
         sampler.decode(state, 5)
+
+
+def test_requests_with_finite_logits_go_on_without_those_that_have_none(sampler: Sampler, dense: Dense) -> None:
+    state = sampler.start(PROMPTS)
+    state = replace(state, logits=state.logits.at[1].set(jnp.nan))
+    with pytest.raises(LogitsError, match=r"^logits: .*requests \[1\]") as stopped:
+        sampler.decode(state, 20, temperature=0.0)
+    state, before = stopped.value.state, stopped.value.generated
+    left = 20 - len(before.tokens[0])
+    _, after = sampler.decode(sampler.prune(state, [1]), left, temperature=0.0)
+    for request in (0, 2, 3):
+        assert before.tokens[request] + after.tokens[request] == dense.greedy(PROMPTS[request], 20)
+
+
+def test_a_state_that_was_used_up_is_refused(sampler: Sampler) -> None:
+    state = sampler.start(PROMPTS)
+    after, _ = sampler.decode(state, 1)
+    for use in (lambda: sampler.decode(state, 1), lambda: sampler.append(state, {0: [1]})):
+        with pytest.raises(ValueError, match=r"^state: expected one that no call has used up"):
+            use()
+    sampler.decode(after, 1)
+
+
+def test_stop_tokens_may_be_a_set_and_top_k_any_number(sampler: Sampler) -> None:
+    ends = [
+        sampler.decode(sampler.start(PROMPTS), 9, stop_tokens=stops, top_k=top_k, seed=2**32 - 1)[1].tokens
+        for stops, top_k in (({3, 5}, 2**40), ([5, 3], VOCAB))
+    ]
+    assert ends[0] == ends[1]
 
 
 # --- Last, for it compiles the step anew ------------------------------------------------------------------------
