@@ -1,11 +1,11 @@
 """Time forest_attention under other divisions of its work, and without sharing: what the planner is worth on a GPU.
 
-    python -m benchmarks.ablation --json benchmarks/results/ablation.json [--part NAME ...] [--trees PATH] [--quick]
+    python -m benchmarks.ablation --json benchmarks/results/ablation.json [--part NAME ...] [--quick]
 
     sharing     neither sharing nor division, the tree only, division only, both: on two trees of 200k tokens of context
     fixed       every stream cut into 1, 2, 4, ..., 128 slices, and the default
     policies    every policy of codec_jax.division on the paper's sweeps
-    predicted   the time that the plan's cost model predicts, on the paper's sweeps and on recorded trees (`--trees`)
+    predicted   the time that the plan's cost model predicts, on the paper's sweeps and on recorded trees
 
 Kernel times as in benchmarks.attention, each result held to float32 attention before it is timed. A row that fails has
 no time and says why.
@@ -29,7 +29,7 @@ from benchmarks.attention import bounds
 from benchmarks.inputs import Inputs, Layout, check, make_inputs, planned_call, reference, with_room
 from benchmarks.rows import RESUME, attempt, conditions, draft_of, find, measured_before, publish, write_draft
 from benchmarks.timing import kernel_time
-from benchmarks.traces import recorded_trees
+from benchmarks.traces import RECORDED, recorded_trees
 from benchmarks.turns import GPU
 from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root
 from codec_jax.division import Policy
@@ -77,15 +77,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--trees", type=Path, help="recorded trees, for `predicted`")
     parser.add_argument("--plot", type=Path, help="an SVG file; of sharing and fixed divisions")
     parser.add_argument("--quick", action="store_true", help="the last forest of each part only")
     parser.add_argument("--resume", action="store_true", help=RESUME)
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
-    trees = [case.workload for case in recorded_trees(arguments.trees)] if arguments.trees else []
-    cases = [case for part in arguments.part for case in cases_of(part, trees)[-1 if arguments.quick else 0 :]]
+    cases = [case for part in arguments.part for case in cases_of(part)[-1 if arguments.quick else 0 :]]
     rows = collect(cases, Layout(), arguments.json, measured_before(arguments.json, arguments.resume))
     print(summary(rows))
     failed = [f"{row['name']}, {row['variant']}" for row in rows if row["kernel_us"] is None]
@@ -100,7 +98,7 @@ def main() -> None:
         charts.ablation(rows, arguments.plot)
 
 
-def cases_of(part: str, trees: list[Workload]) -> list[Case]:
+def cases_of(part: str) -> list[Case]:
     """List the forests of a part and the ways to plan for them."""
     if part == "sharing":
         return [Case(part, workload, SHARING) for workload in DEEP]
@@ -110,6 +108,7 @@ def cases_of(part: str, trees: list[Workload]) -> list[Case]:
     if part == "policies":
         variants = [DEFAULT, Variant("paper", policy="paper")]
         return [Case(part, workload, variants) for workload in PAPER]
+    trees = [case.workload for case in recorded_trees(RECORDED)]
     return [Case(part, workload, [DEFAULT]) for workload in [*PAPER, *trees]]
 
 

@@ -55,6 +55,7 @@ def main() -> None:
         parser.error("--plot: expected a file for --draw")
     if arguments.draw:
         rows = [row for path in arguments.draw for row in json.loads(path.read_text())["rows"]]
+        print(summary(rows))
         draw(rows, arguments.plot)
         return
     require_gpu(parser)

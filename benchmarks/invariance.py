@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
+from benchmarks.attention import require_gpu
 from benchmarks.inputs import Layout
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
 from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig, Sampler, random_decoder
@@ -58,6 +59,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--implementations", nargs="+", choices=["mosaic", "xla"], default=["mosaic", "xla"])
     arguments = parser.parse_args()
+    if "mosaic" in arguments.implementations:
+        require_gpu(parser)
     rows: list[dict] = []
     for name, implementation in tqdm(list(product(arguments.models, arguments.implementations))):
         config = MODELS[name]

@@ -48,8 +48,7 @@ def _named(names: set[str], table: Callable[[list[dict]], str]) -> Callable[[lis
 def _figure(name: str) -> Source:
     """Return the source of a figure of benchmarks.figure."""
     table = tables.with_heads if name in ("variants", "models") else tables.figure
-    file = " --file FILE" * FIGURES[name].takes_file
-    return Source((f"{name}_h200",), f"benchmarks.figure {name}{file} --peers", table, f"{name}_h200")
+    return Source((f"{name}_h200",), f"benchmarks.figure {name} --peers", table, f"{name}_h200")
 
 
 PROBES, SWEEPS = {each.name for each in PROBE}, {each.name for each in PAPER}

@@ -6,7 +6,7 @@ import datetime
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -73,15 +73,21 @@ def measured_before(path: Path, resume: bool) -> list[dict]:
         return []
     try:
         rows = json.loads(draft_of(path).read_text())["rows"]
-        return [row for row in rows if not any(_may_pass(*field) for field in row.items())]
+        return [row for row in rows if all(reason.startswith("ValueError") for reason in _reasons(row))]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{draft_of(path)}: expected rows of an interrupted run; remove it to begin anew") from None
 
 
-def _may_pass(name: str, value: object) -> bool:
-    if not name.endswith("_error") or not isinstance(value, str):  # relative errors are numbers
-        return name == "error"
-    return not value.startswith("ValueError")
+def _reasons(row: dict) -> Iterator[str]:
+    """Yield why a row lacks a time of ours, of a peer, or of a configuration of a peer."""
+    for name, value in row.items():
+        peer = name.removesuffix("_error")
+        if name == "error":
+            yield f"ours: {value}"
+        elif name.endswith("_configurations"):
+            yield from (reason for reason in value.values() if isinstance(reason, str))
+        elif peer != name and isinstance(value, str) and f"{peer}_configurations" not in row:  # errors are numbers too
+            yield value
 
 
 def find(rows: list[dict], fields: dict) -> dict | None:

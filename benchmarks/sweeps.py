@@ -6,10 +6,11 @@ Where the paper's text and its released code give a sweep in different forms, a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.inputs import Case, Layout
-from benchmarks.traces import arrivals, recorded_trees
+from benchmarks.traces import RECORDED, TRACE, arrivals, recorded_trees
 from benchmarks.workloads import (
     Workload,
     degenerate,
@@ -38,7 +39,7 @@ class Figure(NamedTuple):
     title: str
     cases: Callable[..., list[Case]]
     axis: str | None = None
-    takes_file: bool = False
+    file: Path | None = None  # that the cases are of, unless the command gets another one
 
 
 def line(series: str, workload: Callable[[int], Workload], places: tuple[int, ...]) -> list[Case]:
@@ -128,8 +129,8 @@ FIGURES = {
     "shape": Figure("Tree shapes", shape),
     "variants": Figure("Multi-head, grouped-query and multi-query attention", variants, "q heads per kv head"),
     "models": Figure("Heads of published models", models),
-    "recorded": Figure("Recorded trees", recorded_trees, "unique tokens", takes_file=True),
-    "arrivals": Figure("Batches of a request trace", arrivals, takes_file=True),
+    "recorded": Figure("Recorded trees", recorded_trees, "unique tokens", file=RECORDED),
+    "arrivals": Figure("Batches of a request trace", arrivals, file=TRACE),
 }
 
 

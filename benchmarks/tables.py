@@ -70,6 +70,8 @@ def failures(rows: list[dict]) -> list[str]:
 def over_peers(rows: list[dict]) -> str:
     """Say in geometric means how much faster we are than each peer, and how far over the roofline."""
     measured = [row for row in rows if row.get("kernel_us")]
+    if not measured:
+        return "No forest was measured."
     ratios = [row["kernel_us"] / row["roofline_us"] for row in measured]
     parts = [f"{at_most(statistics.geometric_mean(ratios), 2)}x the roofline"]
     for field, name in PEERS.items():
@@ -145,8 +147,13 @@ def traffic(rows: list[dict]) -> str:
         [
             row["name"],
             f"{row['unique_bytes'] / 1e6:.0f}",
-            number(row["unshared_bytes"] / row["unique_bytes"], 2),
-            *(number(row[field] / row["unique_bytes"] if row.get(field) else None, 3) for field in columns),
+            at_least(row["unshared_bytes"] / row["unique_bytes"], 2),
+            *(
+                (at_most if field in fields else at_least)(row[field] / row["unique_bytes"], 3)
+                if row.get(field)
+                else number(None)
+                for field in columns
+            ),
         ]
         for row in rows
     ]
@@ -237,7 +244,8 @@ def planning(rows: list[dict]) -> str:
             row["name"],
             str(row["requests"]),
             str(row["nodes"]),
-            *(number(milliseconds(row[field]), 2) for field in ("plan_us", "replan_us")),
+            number(milliseconds(row["plan_us"]), 2),
+            f"{number(milliseconds(row['replan_us']), 2)}{'' if row['replan_extends'] else ' (anew)'}",
             f"{at_most(100 * row['plan_us'] / served_us(row), 2)}%",
             number(row["most_load"] / row["mean_load"], 3),
         ]

@@ -12,6 +12,9 @@ from benchmarks.inputs import Case
 from benchmarks.workloads import Workload
 from codec_jax.prefixes import shared_runs
 
+_DATA = Path(__file__).parent / "data"
+RECORDED, TRACE = _DATA / "tot_sorting128.json", _DATA / "mooncake_conversation_2000.jsonl"
+
 MOST_TREES = 24  # of a file are measured, from the smallest to the largest
 BLOCK_TOKENS = 512  # of a Mooncake trace
 BATCHES, BATCHES_OF_A_SIZE = (16, 32, 64), 4

@@ -102,11 +102,12 @@ def test_variants_differ_in_what_they_share_and_how_they_divide(shared, on_cpu):
 
 
 def test_the_papers_sweeps_and_deep_trees_are_what_is_measured():
-    cases = ablation.cases_of("policies", [])
+    cases = ablation.cases_of("policies")
     assert [case.workload for case in cases] == PAPER
     assert all([variant.policy for variant in case.variants] == ["aligned", "paper"] for case in cases)
-    cases = ablation.cases_of("predicted", [TREE])
-    assert [case.workload for case in cases] == [*PAPER, TREE]
+    cases = ablation.cases_of("predicted")
+    assert [case.workload for case in cases[: len(PAPER)]] == PAPER
+    assert [len(case.workload.leaf) for case in cases[len(PAPER) :]] == [10] * 6 + [91] * 18  # recorded trees
     assert all(case.variants == [ablation.DEFAULT] for case in cases)
     for workload in ablation.DEEP:
         depth = {-1: 0}

@@ -381,8 +381,16 @@ def test_a_resumed_run_measures_again_where_a_peer_has_failed(tmp_path):
     whole = {"kernel_us": 2.0, "relative_error": 1e-3, "cudnn_us": 3.0, "cudnn_relative_error": 2e-3}
     failed = whole | {"cudnn_us": None, "cudnn_error": "OutOfMemoryError: no room"}
     impossible = whole | {"cudnn_us": None, "cudnn_error": "ValueError: expected at most 60 GB"}
-    (tmp_path / "out.part").write_text(json.dumps({"rows": [whole, failed, impossible]}))
-    assert measured_before(tmp_path / "out.json", resume=True) == [whole, impossible]
+    refused, out_of_room = "ValueError: no kernel", "OutOfMemoryError: no room"
+    peer = {"flashinfer_decode_us": 5.0, "flashinfer_decode_configurations": {"a": 5.0, "b": refused}}
+    # Whatever another configuration took, this one may be faster.
+    lacking = whole | peer | {"flashinfer_decode_configurations": {"a": 5.0, "b": out_of_room}}
+    none = {"flash_attention_us": None, "flash_attention_error": f"a: {refused}; b: {refused}"}
+    nowhere = whole | none | {"flash_attention_configurations": {"a": refused, "b": refused}}
+    ours = whole | {"kernel_us": None, "error": "ValueError: wrong"}
+    rows = [whole, failed, impossible, whole | peer, lacking, nowhere, ours]
+    (tmp_path / "out.part").write_text(json.dumps({"rows": rows}))
+    assert measured_before(tmp_path / "out.json", resume=True) == [whole, impossible, whole | peer, nowhere]
 
 
 @pytest.mark.parametrize("draft", ["", "[]", '{"rows": 3}'])

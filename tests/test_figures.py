@@ -17,8 +17,8 @@ from benchmarks.traces import BLOCK_TOKENS, Arrival, arrivals, prompts_tree, rea
 from benchmarks.workloads import PAPER, Workload, shared_root
 from codec_jax import Forest
 
-ON_AN_AXIS = {name: each for name, each in FIGURES.items() if not each.takes_file and each.axis}
-WITHOUT_FILE = {name: each for name, each in FIGURES.items() if not each.takes_file}
+ON_AN_AXIS = {name: each for name, each in FIGURES.items() if each.file is None and each.axis}
+WITHOUT_FILE = {name: each for name, each in FIGURES.items() if each.file is None}
 
 
 def total_tokens(workload: Workload) -> int:
@@ -214,7 +214,8 @@ def test_a_trace_shorter_than_a_batch_is_refused(tmp_path):
     ("arguments", "error"),
     [
         (["batch", "--file", "x"], "--file: expected none for batch"),
-        (["recorded"], "--file: expected one for recorded"),
+        (["recorded"], "expected a GPU"),
+        (["recorded", "--file", "absent.json"], "absent.json"),
         (["arrivals", "--file", "absent.jsonl"], "absent.jsonl"),
         (["batch"], "expected a GPU"),
     ],

@@ -43,7 +43,8 @@ def test_the_passage_on_draft_trees_runs_and_ends_with_the_accepted_tokens():
 def test_the_numbers_of_the_tree_of_thoughts_are_those_of_its_result_file():
     figures = json.loads((ROOT / "benchmarks/results/tree_of_thoughts.json").read_text())
     rows = [
-        f"| {figures['total']} held-out puzzles | solved | generated tokens | KV tokens read | without sharing |",
+        f"| {figures['total']} held-out puzzles | solved | generated tokens | KV tokens read "
+        "| KV tokens without sharing |",
         f"| tree of thoughts | {figures['solved']} | {figures['generated_tokens']:,} "
         f"| {figures['kv_tokens_read']:,} | {figures['kv_tokens_unshared']:,} |",
         f"| independent attempts | {figures['baseline_solved']} | {figures['baseline_generated_tokens']:,} | | |",

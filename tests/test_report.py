@@ -198,6 +198,15 @@ def test_batches_of_other_composition_say_how_far_they_are_apart():
     ]
 
 
+def test_plans_that_could_not_be_extended_are_marked():
+    row = {"name": "n", "requests": 4, "nodes": 5, "plan_us": 1200.0, "replan_us": 1500.0, "roofline_us": 100.0}
+    row |= {"replan_extends": False, "most_load": 3.0, "mean_load": 2.0}
+    assert tables.planning([row, row | {"replan_us": 300.0, "replan_extends": True}]).split("\n")[2:] == [
+        "| n | 4 | 5 | 1.20 | 1.50 (anew) | 2.09% | 1.500 |",
+        "| n | 4 | 5 | 1.20 | 0.30 | 2.09% | 1.500 |",
+    ]
+
+
 def test_ablation_has_a_table_for_each_part_and_the_error_of_predictions():
     rows = [
         {"part": part, "name": name, "variant": variant, "kernel_us": us, "predicted_us": predicted}

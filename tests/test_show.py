@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import planning
-from benchmarks.workloads import Workload, degenerate, k_ary, random_lengths
-from codec_jax import Forest, PagePool, make_plan, show
+from benchmarks.inputs import Layout as Heads
+from benchmarks.workloads import Workload, degenerate, k_ary, random_lengths, shared_root
+from codec_jax import Forest, PagePool, Plan, make_plan, show
 from codec_jax import schedule as costs
 from codec_jax.cost import Layout
 
@@ -301,7 +302,7 @@ def test_rows_and_a_picture_of_plans_are_written(tmp_path, monkeypatch):
         assert 0 < row["least_plan_us"] <= row["plan_us"]
         assert row["calls"] == 3
         assert row["replan_us"] > 0
-        assert isinstance(row["replan_extends"], bool)
+        assert not row["replan_extends"]  # so little work would not be balanced
         assert row["copy_us"] > 0
         assert row["packed_copy_us"] > 0
         assert row["costs"]
@@ -317,6 +318,14 @@ def test_rows_and_a_picture_of_plans_are_written(tmp_path, monkeypatch):
     picture = files[1].read_text()
     for workload in TINY:
         assert f"{workload.name}: most" in picture
+
+
+@pytest.mark.parametrize(("own", "extends"), [(2048, True), (20, False)])
+def test_whether_a_plan_is_extended_is_what_replanning_does(own, extends):
+    forest = planning.forest_of(shared_root(32_768, 4, own) if extends else TINY[0], Heads())
+    call, extended = planning.replanning_call(forest, Heads())
+    assert extended == extends
+    assert isinstance(call(), Plan)
 
 
 def test_a_picture_depends_on_the_loads_alone(tmp_path):
