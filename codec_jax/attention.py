@@ -81,6 +81,7 @@ def forest_attention(
 
     Returns [B, T, N, H] in the query's dtype; rows of free request slots are 0. Where lengths show on the device
     only, a plan for another forest or past its steps gives NaN everywhere, and so do drafts in a leaf that others read.
+    Pages past num_pages, of a forest of another pool, are noticed on the host only.
 
     Raises ValueError for shapes, dtypes or names that do not fit, PlanError for a plan that does not.
     """

@@ -78,8 +78,8 @@ class Forest:
           request_capacity: request slots (B); defaults to one per request. Free slots are what `fork` uses.
           node_capacity: node slots; defaults to room for a few generations of forks. Grows when it must.
 
-        Raises ValueError for a child that is not after its parent, a leaf that is no node, a negative length, or a
-        capacity that is too small.
+        Raises ValueError for a child that is not after its parent, a leaf that is no node, a negative length, more
+        token slots than int32 numbers, or a capacity that is too small.
         """
         parents, lengths, leaves = (
             checks.int_vector(name, value) for name, value in (("parent", parent), ("length", length), ("leaf", leaf))
@@ -87,6 +87,12 @@ class Forest:
         checks.tree(parents, lengths, leaves)
         checks.page_size(page_size)
         page_count = -(-lengths // page_size)
+        slots = int(page_count.sum()) * int(page_size)
+        if slots >= 2**31:
+            raise ValueError(
+                f"length: expected less than 2**31 tokens in whole pages of {page_size}, got {slots}; "
+                "divide the requests among several forests"
+            )
         return cls.build(
             parents,
             lengths,

@@ -115,6 +115,12 @@ def test_editing_a_forest_of_device_arrays_raises(edit):
         edit(jax.tree.map(jnp.asarray, forest), pool)
 
 
+def test_more_token_slots_than_int32_numbers_are_refused():
+    for length, page_size in (([2**31 - 8] * 2, 2**20), ([1, 1, 1], 2**31 - 8)):
+        with pytest.raises(ValueError, match=r"^length: expected less than 2\*\*31 tokens in whole pages of"):
+            Forest.from_nodes([-1] * len(length), length, [0], page_size=page_size)
+
+
 @pytest.mark.parametrize("count", [1.9, [1, 1], True])
 def test_an_extend_by_something_else_than_integers_for_each_request_raises(count):
     forest = Forest.from_nodes([-1], [3], [0], page_size=16)

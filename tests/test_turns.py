@@ -61,20 +61,20 @@ mine = Turns(path)
 def hold(taken):
     with Turns(path).taken():
         taken.set()
-        time.sleep(1.5)
+        time.sleep(1)
 def held():
     taken = threading.Event()
     threading.Thread(target=hold, args=[taken]).start()
     taken.wait()
 held()
-with mine.taken(at_most=1):
+with mine.taken(at_most=0.7):
     with mine.given():
         held()
-time.sleep(1.5)
+time.sleep(1)
 with mine.taken():
-    time.sleep(1.5)
+    time.sleep(1)
 print("in time", flush=True)
-with mine.taken(at_most=1):
+with mine.taken(at_most=0.7):
     with mine.given():
         time.sleep(50)
 """
