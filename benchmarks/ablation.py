@@ -21,11 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array
 from tqdm import tqdm
 
-from benchmarks.attention import bounds
+from benchmarks.attention import bounds, require_gpu
 from benchmarks.inputs import Inputs, Layout, check, make_inputs, planned_call, reference, with_room
 from benchmarks.rows import RESUME, attempt, conditions, draft_of, find, measured_before, publish, write_draft
 from benchmarks.timing import kernel_time
@@ -81,8 +80,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the last forest of each part only")
     parser.add_argument("--resume", action="store_true", help=RESUME)
     arguments = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+    require_gpu(parser)
     cases = [case for part in arguments.part for case in cases_of(part)[-1 if arguments.quick else 0 :]]
     rows = collect(cases, Layout(), arguments.json, measured_before(arguments.json, arguments.resume))
     print(summary(rows))

@@ -19,12 +19,11 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from benchmarks.attention import FLOPS_PER_US, READ_BYTES_PER_US
+from benchmarks.attention import FLOPS_PER_US, READ_BYTES_PER_US, require_gpu
 from benchmarks.decode_step import PAGE_SIZE, STEPS, VARIANTS, SharedDocument, Step, kv_token_bytes, weight_bytes
 from benchmarks.inputs import Layout
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
@@ -60,8 +59,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--quick", action="store_true", help="the first document and number of requests only")
     arguments = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+    require_gpu(parser)
     cases = [SharedDocument(*each) for each in product(arguments.documents, arguments.requests)]
     config = PUBLISHED[arguments.model]
     common = {"model": arguments.model} | conditions(

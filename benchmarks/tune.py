@@ -23,7 +23,7 @@ from unittest.mock import patch
 import jax
 from tqdm import tqdm
 
-from benchmarks.attention import bounds, measure_ours
+from benchmarks.attention import bounds, measure_ours, require_gpu
 from benchmarks.inputs import Layout, forget_programs, make_inputs, reference
 from benchmarks.rows import RESUME, attempt, conditions, draft_of, find, measured_before, publish, write_draft
 from benchmarks.turns import GPU
@@ -65,8 +65,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} forests")
     parser.add_argument("--resume", action="store_true", help=RESUME)
     arguments = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+    require_gpu(parser)
     before = measured_before(arguments.json, arguments.resume)
     rows: list[dict] = []
     for head_dim, workload in product(arguments.head_dim, FORESTS[: QUICK if arguments.quick else None]):

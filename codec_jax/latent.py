@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from codec_jax.attention import forest_attention
 from codec_jax.forest import Forest
-from codec_jax.pages import KVPages
+from codec_jax.pages import KVPages, finite
 from codec_jax.plan import Plan
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -105,8 +105,7 @@ def reconstruct(
         )
     latents, rotated = latent_pages[..., 0, :latent], latent_pages[..., latent:]
     key = _product("psl,lnd->psnd", latents, up_key).astype(latent_pages.dtype)
-    value = _product("psl,lnv->psnv", latents, up_value).astype(latent_pages.dtype)
-    value = jnp.where(jnp.isfinite(value), value, 0)  # as KVPages has it, or one request reaches another
+    value = finite(_product("psl,lnv->psnv", latents, up_value), latent_pages.dtype)
     shared = jnp.broadcast_to(rotated, (*key.shape[:3], rope))
     return KVPages(
         jnp.concatenate([key, shared], axis=-1),

@@ -133,8 +133,7 @@ class KVPages:
             tokens = pages.reshape(-1, *pages.shape[2:])
             return tokens.at[_inside(slots)].set(rows, mode="drop").reshape(pages.shape)
 
-        value = value.astype(self.value.dtype)  # which may make infinities of large numbers
-        value = jnp.where(jnp.isfinite(value), value, 0)
+        value = finite(value, self.value.dtype)
         return KVPages(store("key", self.key, key.astype(self.key.dtype)), store("value", self.value, value))
 
     def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> KVPages:
@@ -154,6 +153,12 @@ class KVPages:
             return tokens.at[to].set(rows, mode="drop").reshape(pages.shape)
 
         return KVPages(copy(self.key), copy(self.value))
+
+
+def finite(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """Return values in a dtype, which makes infinities of large ones, with 0 for what is not finite there."""
+    cast = values.astype(dtype)
+    return jnp.where(jnp.isfinite(cast), cast, 0)
 
 
 def _inside(slots: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -232,21 +232,21 @@ class Sampler:
                 traffic=state.traffic + count_decode(interval.growers, interval.plan, counts),
                 ahead=ahead,
             )
-            for request in growing.tolist():
-                new = tokens[request, : counts[request]].tolist()
-                generated.tokens[request].extend(new)
+            new = {request: tokens[request, : counts[request]].tolist() for request in growing.tolist()}
+            for request, text in new.items():
+                generated.tokens[request].extend(text)
                 generated.logprobs[request].extend(logprobs[request, : counts[request]].tolist())
-                generated.stopped[request] = new[-1] in stop_tokens
+                generated.stopped[request] = text[-1] in stop_tokens
             if broken.any():
                 broke = LogitsError(
                     f"logits: expected finite numbers, got others for requests {np.flatnonzero(broken).tolist()}; "
-                    "are the weights finite? The error's state goes on without these requests"
+                    "are the weights finite? The others go on with the error's state, once these are pruned from it"
                 )
                 broke.state, broke.generated = state, generated
                 raise broke
             if on_tokens is not None:
-                for request in growing.tolist():
-                    on_tokens(request, tokens[request, : counts[request]].tolist())
+                for request, text in new.items():
+                    on_tokens(request, text)
             remaining = np.where(running, remaining - counts, 0)
         return state, generated
 
