@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import faulthandler
 import json
 import os
 import subprocess
@@ -31,9 +32,10 @@ METRICS = {
 #: The configurations of the peers that are counted: the fastest on an H200, on the forests of benchmarks.traffic.
 CONFIGURATIONS = {"flashinfer_decode": "tensor cores", "flashinfer_cascade": "fa2"}
 
-#: Now and then a process that compiles under ncu crashes, or never ends (ncu 2025.3.1, JAX 0.11.2). So a case of ours,
-#: which takes ten seconds, may take so many without a wait, and one that is lost is counted again by itself, so often.
-CASE_SECONDS, MORE_TRIES = 120, 2
+#: Now and then ncu crashes while a process compiles under it, which then never ends (ncu 2025.3.1, JAX 0.11.2). So a
+#: case, which takes ten seconds, may take so many without a wait, and so may what comes before the first one; the first
+#: use of a peer compiles it for minutes. A case that is lost is counted again by itself, so often.
+CASE_SECONDS, COMPILING_SECONDS, MORE_TRIES = 120, 600, 2
 
 
 def read_counters(cases: Sequence[Case], caller: str) -> list[dict[str, int] | str]:
@@ -74,8 +76,9 @@ def count_together(cases: Sequence[Case], caller: str) -> tuple[list[dict[str, i
 
 def last_words(stdout: str, stderr: str) -> str:
     """Say in one line how a process under ncu ended that gave too few counts."""
-    if "Timeout (" in stderr:  # of a turn
-        return f"a case took more than {CASE_SECONDS} s without a wait for the GPU"
+    if "Timeout (" in stderr:  # faulthandler's
+        seconds = stderr.partition("Timeout (")[2].partition(")")[0]
+        return f"ended after {seconds} without a wait for the GPU"
     messages = stderr or "\n".join(row for row in stdout.splitlines() if not row.startswith('"'))
     return " ".join(messages.split())[-260:]
 
@@ -121,6 +124,7 @@ def prepare(case: Case, caller: str) -> Callable[[], object]:
 def main() -> None:
     """Call twice on each case, the second time under the profiler; what fails is written down and left out."""
     asked, failed, caller = sys.argv[1:]
+    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     driver = ctypes.CDLL("libcuda.so.1")
 
     def profile(call: Callable[[], object]) -> None:
@@ -137,10 +141,10 @@ def main() -> None:
     if caller in CONFIGURATIONS:
         start()
     profile(end)
+    faulthandler.cancel_dump_traceback_later()
     reasons = {}
     for i, fields in enumerate(json.loads(Path(asked).read_text())):
-        # The first use of a peer compiles it for minutes.
-        with GPU.taken(at_most=0 if caller in CONFIGURATIONS else CASE_SECONDS):
+        with GPU.taken(at_most=COMPILING_SECONDS if caller in CONFIGURATIONS and i == 0 else CASE_SECONDS):
             try:
                 profile(prepare(Case(Workload(*fields["workload"]), Layout(*fields["layout"])), caller))
             except Exception as error:
