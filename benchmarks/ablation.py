@@ -24,10 +24,10 @@ from typing import NamedTuple
 from jaxtyping import Array
 from tqdm import tqdm
 
-from benchmarks.attention import bounds, require_gpu
+from benchmarks.attention import bounds
 from benchmarks.inputs import Inputs, Layout, check, make_inputs, planned_call, reference, with_room
 from benchmarks.rows import RESUME, attempt, conditions, draft_of, find, measured_before, publish, write_draft
-from benchmarks.timing import kernel_time
+from benchmarks.timing import kernel_time, require_gpu
 from benchmarks.traces import RECORDED, recorded_trees
 from benchmarks.turns import GPU
 from benchmarks.workloads import PAPER, Workload, degenerate, k_ary, shared_root

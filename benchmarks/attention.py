@@ -4,8 +4,8 @@
 
 Times are sums over all kernels of a call by CUPTI, the median of several calls, with the L2 cache flushed before each;
 plans are made before. The roofline is what reading every KV token once (and q and out), or the products, would take at
-the measured ceilings of an H200: 4.52 TB/s and 700 TFLOP/s. Every result is held to float32 attention before it is
-timed; what fails or cannot run has no time, and its row says why.
+the rates of benchmarks/ceilings.py. Every result is held to float32 attention before it is timed; what fails or cannot
+run has no time, and its row says why.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
+from benchmarks.ceilings import ceilings
 from benchmarks.counters import read_counters
 from benchmarks.inputs import (
     Case,
@@ -36,12 +37,11 @@ from benchmarks.inputs import (
 )
 from benchmarks.peers import FLASHINFER, OTHERS, PEERS, Peers
 from benchmarks.rows import RESUME, attempt, conditions, find, finish, measured_before, write_draft
-from benchmarks.timing import kernel_runs, kernel_time, wall_time
+from benchmarks.timing import kernel_runs, kernel_time, require_gpu, wall_time
 from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
 from codec_jax import Forest
 
-READ_BYTES_PER_US, FLOPS_PER_US = 4.52e6, 700e6
 LARGE_BYTES, SMALL_BYTES = 100e6, 32e6  # forests on which fixed costs should not show, and those on which only they do
 
 
@@ -72,12 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--others", action="store_true", help="FlashAttention-3 and PyTorch's FlexAttention too")
     parser.add_argument("--counters", action="store_true", help="bytes by hardware counters too; needs ncu")
     parser.add_argument("--resume", action="store_true", help=RESUME)
-
-
-def require_gpu(parser: argparse.ArgumentParser) -> None:
-    """End the command where there is nothing to measure on."""
-    if jax.default_backend() != "gpu":
-        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
 
 
 def run(cases: Sequence[Case], arguments: argparse.Namespace) -> list[dict]:
@@ -149,13 +143,14 @@ def bounds(workload: Workload, forest: Forest, layout: Layout) -> dict:
     query_size = len(workload.leaf) * layout.num_q_heads * layout.head_dim
     moved = unique * layout.kv_token_bytes + 2 * query_size * 2
     operations = 4 * total * layout.num_q_heads * layout.head_dim
+    most = ceilings()
     return {
         "name": workload.name,
         "unique_tokens": unique,
         "total_tokens": total,
         "unique_bytes": unique * layout.kv_token_bytes,
         "requests": len(workload.leaf),
-        "roofline_us": max(moved / READ_BYTES_PER_US, operations / FLOPS_PER_US),
+        "roofline_us": max(moved / most.read_bytes_per_us, operations / most.flops_per_us),
     }
 
 

@@ -21,11 +21,12 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from benchmarks.attention import bounds, collect, measure_cudnn, measure_ours, require_gpu
+from benchmarks.attention import bounds, collect, measure_cudnn, measure_ours
 from benchmarks.inputs import Case, Inputs, Layout, make_inputs, reference, with_room
 from benchmarks.peers import Peers
 from benchmarks.rounding import at_least
 from benchmarks.rows import RESUME, attempt, finish, measured_before
+from benchmarks.timing import require_gpu
 from benchmarks.workloads import flat, shared_root
 
 PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 8, 16, 32, 64), (1, 4, 8), (256, 2048)

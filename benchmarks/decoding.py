@@ -5,7 +5,7 @@
 A step is the sampler's: the decoder with random weights, logits, sampling, and the loop around them, all in one jitted
 call of several tokens. Three ways of attention run on the same inputs (benchmarks/decode_step.py); the first step's
 logits of each are held to those of the first. The floor is what reading the weights and the unique KV once takes at
-the measured read bandwidth of an H200, 4.52 TB/s. What fails or does not fit has no time, and its row says why.
+the rate of benchmarks/ceilings.py. What fails or does not fit has no time, and its row says why.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from benchmarks.attention import FLOPS_PER_US, READ_BYTES_PER_US, require_gpu
+from benchmarks.ceilings import ceilings
 from benchmarks.decode_step import PAGE_SIZE, STEPS, VARIANTS, SharedDocument, Step, kv_token_bytes, weight_bytes
 from benchmarks.inputs import Layout
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
-from benchmarks.timing import kernels_of, wall_time
+from benchmarks.timing import kernels_of, require_gpu, wall_time
 from benchmarks.turns import GPU
 from codec_jax.nnx import PUBLISHED, Decoder, random_decoder
 
@@ -107,6 +107,7 @@ def floors(model: Decoder, case: SharedDocument) -> dict:
     weights, kv = weight_bytes(model), unique * kv_token_bytes(config)
     products = 2 * (weights / 2) * case.requests
     attention = 4 * total * config.num_q_heads * config.head_dim * config.num_layers
+    most = ceilings()
     return {
         "document_tokens": case.document,
         "own_tokens": case.own,
@@ -115,9 +116,9 @@ def floors(model: Decoder, case: SharedDocument) -> dict:
         "weight_bytes": weights,
         "unique_kv_bytes": int(kv),
         "total_kv_bytes": int(total * kv_token_bytes(config)),
-        "floor_us": (weights + kv) / READ_BYTES_PER_US,
-        "roofline_us": max(weights / READ_BYTES_PER_US, products / FLOPS_PER_US)
-        + max(kv / READ_BYTES_PER_US, attention / FLOPS_PER_US),
+        "floor_us": (weights + kv) / most.read_bytes_per_us,
+        "roofline_us": max(weights / most.read_bytes_per_us, products / most.flops_per_us)
+        + max(kv / most.read_bytes_per_us, attention / most.flops_per_us),
     }
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.attention import add_arguments, require_gpu, run
+from benchmarks.attention import add_arguments, run
 from benchmarks.sweeps import FIGURES, ends_of_charts
+from benchmarks.timing import require_gpu
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from benchmarks.attention import require_gpu
 from benchmarks.inputs import Layout
 from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
+from benchmarks.timing import require_gpu
 from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig, Sampler, random_decoder
 
 MODELS = {

@@ -19,18 +19,21 @@ RESUME = "keep what an interrupted run of the same command has measured"
 _PACKAGES = ["jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
 
 
-def conditions(layout: Layout, *packages: str) -> dict:
-    """Say what the rows of a run have in common; `packages` are further ones whose versions matter."""
+def measured_on(*packages: str) -> dict:
+    """Say on what a row is measured, and when; `packages` are further ones whose versions matter."""
     versions = {"python": platform.python_version()}
     for package in (*_PACKAGES, *packages):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {
-        "device": jax.devices()[0].device_kind,
-        "versions": versions,
-        "date": datetime.date.today().isoformat(),
+    date = datetime.date.today().isoformat()
+    return {"device": jax.devices()[0].device_kind, "versions": versions, "date": date}
+
+
+def conditions(layout: Layout, *packages: str) -> dict:
+    """Say what the rows of a run have in common."""
+    return measured_on(*packages) | {
         "heads": f"{layout.num_q_heads}/{layout.num_kv_heads}",
         "head_dim": layout.head_dim,
         "page_size": layout.page_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
 import time
@@ -13,6 +14,12 @@ from jax.experimental.mosaic.gpu import profiler
 
 #: Several times the L2 cache of any GPU.
 _FLUSH_BYTES = 256 << 20
+
+
+def require_gpu(parser: argparse.ArgumentParser) -> None:
+    """End the command where there is nothing to measure on."""
+    if jax.default_backend() != "gpu":
+        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
 
 
 @jax.jit

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.attention import require_gpu
 from benchmarks.counters import CONFIGURATIONS, METRICS, read_counters
 from benchmarks.inputs import Case
 from benchmarks.peers import share_the_device
 from benchmarks.rows import RESUME, conditions, find, finish, measured_before, reason, write_draft
+from benchmarks.timing import require_gpu
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload, degenerate, flat, k_ary, shared_ratio, shared_root
 
 L2_BYTES = 60 << 20  # of an H200, rounded up

@@ -23,9 +23,10 @@ from unittest.mock import patch
 import jax
 from tqdm import tqdm
 
-from benchmarks.attention import bounds, measure_ours, require_gpu
+from benchmarks.attention import bounds, measure_ours
 from benchmarks.inputs import Layout, forget_programs, make_inputs, reference
 from benchmarks.rows import RESUME, attempt, conditions, draft_of, find, measured_before, publish, write_draft
+from benchmarks.timing import require_gpu
 from benchmarks.turns import GPU
 from benchmarks.workloads import Workload, flat, k_ary, shared_root
 from codec_jax import Forest

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from forests import ancestry
 
-from benchmarks import attention, counters, plot, timing, turns
+from benchmarks import attention, ceilings, counters, plot, timing, turns
 from benchmarks import rows as rows_module
 from benchmarks.inputs import (
     MOST_RELATIVE_ERROR,
@@ -72,6 +72,26 @@ def test_the_roofline_is_the_longer_of_reading_once_and_multiplying(workload, ro
     assert row["total_tokens"] == sum(
         workload.length[n] for end in workload.leaf for n in ancestry(workload.parent, end)
     )
+
+
+def test_the_roofline_of_a_gpu_that_was_not_measured_is_refused(monkeypatch):
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H20")
+    monkeypatch.setattr(ceilings.jax, "devices", lambda: [gpu])
+    with pytest.raises(ValueError, match=r"got NVIDIA H20; measure it with `python -m benchmarks\.ceilings`"):
+        ceilings.ceilings()
+    gpu.device_kind = "NVIDIA H200"
+    assert ceilings.ceilings() == (4.52e6, 700e6)
+
+
+def test_ceilings_are_bytes_read_and_operations_of_a_product_over_the_time_of_their_kernels(monkeypatch):
+    def kernel_time(call: Callable, repeats: int) -> tuple[float, int]:
+        call()
+        return float(next(times)), 1
+
+    times = iter([2.0, 4.0])
+    monkeypatch.setattr(ceilings, "kernel_time", kernel_time)
+    row = ceilings.measure(1024, 8)
+    assert (row["read_bytes_per_us"], row["flops_per_us"]) == (512.0, 2 * 8**3 / 4)
 
 
 def test_the_bytes_of_a_plan_are_those_of_every_node_once_while_its_readers_fit_a_tile():

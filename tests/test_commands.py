@@ -14,7 +14,7 @@ COMMANDS = [
     *(
         f"benchmarks.{path.stem}"
         for path in sorted(Path(benchmarks.__file__).parent.glob("*.py"))
-        if "argparse" in path.read_text()
+        if "ArgumentParser(description" in path.read_text()
     ),
 ]
 
