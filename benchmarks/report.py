@@ -71,6 +71,9 @@ SOURCES = {
     "layouts": Source(LAYOUTS, "benchmarks.attention --quick --page-size 64", tables.with_heads),
     **{name: _figure(name) for name in FIGURES},
     "others": Source(("attention_others_h200",), "benchmarks.attention --quick --others", tables.figure),
+    "h100": Source(("attention_h100",), "benchmarks.attention --peers", tables.figure, "attention_h100"),
+    "decoding_h100": Source(("decoding_32768_h100",), "benchmarks.decoding --documents 32768", tables.decoding),
+    "ceilings": Source(("ceilings_h200", "ceilings_h100"), "benchmarks.ceilings", tables.ceilings),
     "traffic": Source(("traffic_h200", "traffic_shapes_h200"), "benchmarks.traffic", tables.traffic, "traffic_h200"),
     "traffic_peers": Source(
         ("traffic_peers_h200",), "benchmarks.traffic --peers", tables.traffic, "traffic_peers_h200"

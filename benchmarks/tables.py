@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from benchmarks.ceilings import CEILINGS
 from benchmarks.crossover import MOST_BEHIND, PAGED, PLAIN, SAME_KERNELS, gain
 from benchmarks.planning import served_us
 from benchmarks.rounding import at_least, at_most
@@ -296,6 +297,18 @@ def prediction_errors(rows: list[dict]) -> list[float]:
     """Return how far the predicted time of the default plan is from the measured one, once for every forest."""
     default = {row["name"]: row for row in rows if row["variant"] in ("aligned", "both") and row.get("kernel_us")}
     return [abs(row["predicted_us"] / row["kernel_us"] - 1) for row in default.values()]
+
+
+def ceilings(rows: list[dict]) -> str:
+    """Show what XLA reads and multiplies at most on each GPU, and the rates that its rooflines are made of."""
+    head = ["GPU", "XLA reads, TB/s", "XLA multiplies, TFLOP/s", "roofline reads, TB/s", "roofline multiplies, TFLOP/s"]
+    lines = []
+    for row in rows:
+        rates = (row["read_bytes_per_us"], row["flops_per_us"], *CEILINGS[row["device"]])
+        lines.append(
+            [row["device"], *(number(rate / 1e6, digits) for rate, digits in zip(rates, (2, 0, 2, 0), strict=True))]
+        )
+    return markdown(head, lines)
 
 
 def tuning(rows: list[dict]) -> str:

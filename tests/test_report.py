@@ -186,6 +186,11 @@ def test_decode_steps_stand_beside_each_other_in_milliseconds():
     ]
 
 
+def test_ceilings_stand_beside_the_rates_of_rooflines():
+    row = {"device": "NVIDIA H200", "read_bytes_per_us": 4.294e6, "flops_per_us": 816.6e6}
+    assert tables.ceilings([row]).split("\n")[2:] == ["| NVIDIA H200 | 4.29 | 817 | 4.52 | 700 |"]
+
+
 def test_batches_of_other_composition_say_how_far_they_are_apart():
     agree = {"tokens": 64, "tokens_before_the_first_difference": [64, 7, 64]}
     row = agree | {"model": "m", "implementation": "mosaic", "composition": "all"}
