@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.rounding import at_least, at_most
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -38,6 +40,16 @@ def test_the_passage_on_draft_trees_runs_and_ends_with_the_accepted_tokens():
     own = np.concatenate([names["forest"].context_slots(request)[101:] for request in range(2)])
     target = np.asarray(names["target"]).reshape(-1)
     assert target[target < 64 * 16].tolist() == own.tolist()
+
+
+def test_the_decode_step_of_the_first_page_is_that_of_its_result_file():
+    rows = json.loads((ROOT / "benchmarks/results/decoding_120000_h200.json").read_text())["rows"]
+    ms = {row["variant"]: row["wall_us"] / 1e3 for row in rows if row["requests"] == 64 and row.get("wall_us")}
+    assert (
+        f"64 requests that continue a document of 120,000 tokens get a token each in {at_most(ms['shared'], 1)} ms"
+        in README
+    )
+    assert f"by the same kernels, it takes {at_least(ms['unshared'], 1)} ms" in README
 
 
 def test_the_numbers_of_the_tree_of_thoughts_are_those_of_its_result_file():
