@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from benchmarks.rows import finish, measured_on, write_draft
+from benchmarks.rows import provenance, publish, write_draft
 from benchmarks.timing import kernel_time, read, require_gpu
 from benchmarks.turns import GPU
 
@@ -57,10 +57,10 @@ def main() -> None:
     arguments = parser.parse_args()
     require_gpu(parser)
     with GPU.taken():
-        row = measured_on() | measure(READ_BYTES, SIZE)
+        row = provenance() | measure(READ_BYTES, SIZE)
     print(f"{row['read_bytes_per_us'] / 1e6:.3f} TB/s, {row['flops_per_us'] / 1e6:.1f} TFLOP/s")
     write_draft([row], arguments.json)
-    finish([row], arguments.json)
+    publish(arguments.json)
 
 
 def measure(read_bytes: int, size: int) -> dict:

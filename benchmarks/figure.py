@@ -1,7 +1,7 @@
 """Measure a figure: attention time on its cases, as benchmarks.attention times each.
 
     python -m benchmarks.figure batch --json benchmarks/results/batch_h200.json --plot benchmarks/results/batch_h200.svg
-    python -m benchmarks.figure recorded --file trees.json --json benchmarks/results/recorded_h200.json
+    python -m benchmarks.figure recorded --peers --json benchmarks/results/recorded_h200.json
 
 `recorded` and `arrivals` are of the files in benchmarks/data, or others: a JSON file with a list `trees`, each with
 `parent` (-1 for a root), `length` and `leaf` as Forest.from_nodes takes them; a request trace in Mooncake's format,

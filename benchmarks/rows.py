@@ -19,7 +19,7 @@ RESUME = "keep what an interrupted run of the same command has measured"
 _PACKAGES = ["jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
 
 
-def measured_on(*packages: str) -> dict:
+def provenance(*packages: str) -> dict:
     """Say on what a row is measured, and when; `packages` are further ones whose versions matter."""
     versions = {"python": platform.python_version()}
     for package in (*_PACKAGES, *packages):
@@ -33,7 +33,7 @@ def measured_on(*packages: str) -> dict:
 
 def conditions(layout: Layout, *packages: str) -> dict:
     """Say what the rows of a run have in common."""
-    return measured_on(*packages) | {
+    return provenance(*packages) | {
         "heads": f"{layout.num_q_heads}/{layout.num_kv_heads}",
         "head_dim": layout.head_dim,
         "page_size": layout.page_size,
