@@ -7,22 +7,27 @@ Axes are named by letters after `jax.nn.dot_product_attention`, in every signatu
     S  KV tokens
     N  q heads
     K  kv heads; N is a multiple of K, and each kv head serves G = N / K q heads
-    H  head size
+    H  head size; V where that of the values may differ
     R  rows of a tile: consecutive (request, query token, q head of the kv head) triples, depth first
 
-and by words: `nodes` and `entries` of a forest, `num_pages` and `page_size` of a pool, `tiles`, `streams`, `blocks`,
-`slots` and `segments` of a plan (see `codec_jax.plan`).
+and by words: `nodes` and `pages` of a forest, `num_pages` and `page_size` of a pool, `tiles`, `streams`, `blocks` and
+`segments` of a plan (see `codec_jax.planning.plan`). A slot is a place for one token in the pages; a request slot is a
+place for a request in a forest.
 """
 
-from codec_jax import attention, flash_decoding, latent, partial
-from codec_jax.cost import CostModel
-from codec_jax.drafts import DraftTrees
+import importlib
+from typing import TYPE_CHECKING
+
+from codec_jax import attention, flash_decoding, latent
+from codec_jax import partial as partial
 from codec_jax.errors import LogitsError, OutOfPagesError, OutOfSlotsError, PlanError
-from codec_jax.forest import Forest
-from codec_jax.pages import KVPages, PagePool
-from codec_jax.plan import Plan, make_plan
+from codec_jax.forest import DraftTrees, Forest, KVPages, PagePool
+from codec_jax.planning import CostModel, Plan, make_plan, replan
 from codec_jax.show import show
 
+__version__ = "0.1.0"
+
+# Not `partial`, which would take the place of functools' in the caller's names.
 __all__ = [
     "CostModel",
     "DraftTrees",
@@ -34,10 +39,19 @@ __all__ = [
     "PagePool",
     "Plan",
     "PlanError",
+    "__version__",
     "attention",
     "flash_decoding",
     "latent",
     "make_plan",
-    "partial",
+    "replan",
     "show",
 ]
+
+if not TYPE_CHECKING:  # to a type checker, a module that makes its names up has every name
+
+    def __getattr__(name):
+        """Import `codec_jax.nnx` when it is asked for: flax takes a while, and attention does without it."""
+        if name == "nnx":
+            return importlib.import_module("codec_jax.nnx")
+        raise AttributeError(f"module 'codec_jax' has no attribute {name!r}")

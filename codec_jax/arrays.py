@@ -1,4 +1,4 @@
-"""Arrays of the host or of a device, lists of integers, and the index arithmetic of ragged lists."""
+"""Arrays of the host or of a device, the capacities they are padded to, and the index arithmetic of ragged lists."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,34 @@ Integers = Sequence[int] | np.ndarray
 
 #: NumPy on the host; JAX arrays, or tracers, in a step.
 if TYPE_CHECKING:
-    # To a type checker the two have little in common beyond being indexable, and most code below serves both.
+    # To a type checker the two have little in common beyond being indexable, and most code serves both.
     HostOrDevice = Any
 else:
     HostOrDevice = jax.Array | np.ndarray
+
+
+def bucket(size: int, minimum: int = 8) -> int:
+    """Return the smallest of minimum x 2^i and 1.5 x minimum x 2^i that holds `size`: under 50% is padding."""
+    power = minimum
+    while power < size:
+        if power + power // 2 >= size:
+            return power + power // 2
+        power *= 2
+    return power
+
+
+def to_int32(values: HostOrDevice, minimum: int) -> Int[HostOrDevice, "*shape"]:
+    """Return integers of any width as int32, in [minimum, 2**31 - 1] instead of wrapped around."""
+    if values.dtype.itemsize > 4:
+        values = values.clip(max(minimum, np.iinfo(values.dtype).min), 2**31 - 1)
+    return values.astype(np.int32)
+
+
+def padded(values: np.ndarray, capacity: int, fill: int) -> Int[np.ndarray, " capacity"]:
+    """Return values as int32, filled up to a capacity."""
+    out = np.full(capacity, fill, np.int32)
+    out[: len(values)] = values
+    return out
 
 
 def expand(counts: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " total"], Int[np.ndarray, " total"]]:

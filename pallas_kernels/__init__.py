@@ -1,1 +1,13 @@
-"""GPU tiles for codec_jax: PAC and POR as Pallas kernels. They know rows, blocks and segments, never trees."""
+"""Kernels that run plans, a folder for each GPU generation, and the format that they share with the planner.
+
+They know rows, blocks and segments, never trees. A new generation is a folder with a `Family`, and its name here.
+"""
+
+from pallas_kernels.family import Family, Tiling
+from pallas_kernels.heads import Heads, Scores
+from pallas_kernels.hopper import HOPPER
+
+#: Best first, where several serve a device.
+FAMILIES = (HOPPER,)
+
+__all__ = ["FAMILIES", "HOPPER", "Family", "Heads", "Scores", "Tiling"]

@@ -1,0 +1,44 @@
+"""Two ways to run a plan: the kernels of some GPU generation, or XLA on any device."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+
+from codec_jax.attention.xla import XLA
+from pallas_kernels import FAMILIES, Family, Heads, Scores
+from pallas_kernels.plan_format import PlanArrays
+
+#: Best first.
+BACKENDS = (*FAMILIES, XLA)
+
+
+def choose(implementation: Any, heads: Heads, scores: Scores, plan: PlanArrays) -> Family:
+    """Return the backend of a name, or the best one that serves the default device.
+
+    Where that is XLA on a GPU, a warning says why, once. Raises ValueError, with the reason, for a name that is none or
+    a backend that cannot serve.
+    """
+    device = jax.devices()[0]
+    reasons: list[str] = []
+    names = [backend.name for backend in BACKENDS]
+    if implementation not in (None, *names):
+        raise ValueError(f"implementation: expected {', '.join(map(repr, names))} or None, got {implementation!r}")
+    for backend in BACKENDS:
+        if implementation not in (None, backend.name):
+            continue
+        reason = backend.why_not(heads, device, scores, plan)
+        if reason is None:
+            if reasons and device.platform == "gpu":
+                # The registry of `warnings` shows a text once per process and line.
+                warnings.warn(
+                    f"attention runs on the xla path, which is correct but slow on a GPU; {'; '.join(reasons)}",
+                    stacklevel=1,
+                )
+            return backend
+        if implementation is not None:
+            raise ValueError(f"implementation: {backend.name!r} cannot serve: {reason}; pass 'xla' or None")
+        reasons.append(f"not on {backend.name!r}: {reason}")
+    raise AssertionError("the xla path serves everything")

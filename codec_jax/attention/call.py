@@ -1,0 +1,184 @@
+"""Attention of every request over its path in the forest, each shared token read once per row tile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Literal, NoReturn, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from codec_jax import checks
+from codec_jax.attention.backends import choose
+from codec_jax.attention.draft_mask import readers_of_tokens
+from codec_jax.errors import PlanError
+from codec_jax.forest import DraftTrees, Forest
+from codec_jax.planning import Plan, arrays_of
+from pallas_kernels import Heads, Scores
+
+Residuals = tuple[Float[Array, "B T N"], Float[Array, "B T N"]]
+
+
+@overload
+def forest_attention(
+    query: Float[Array, "B T N H"],
+    key_pages: Float[Array, "num_pages page_size K H"],
+    value_pages: Float[Array, "num_pages page_size K V"],
+    forest: Forest,
+    plan: Plan,
+    *,
+    drafts: DraftTrees | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_residuals: Literal[False] = False,
+) -> Float[Array, "B T N V"]: ...
+
+
+@overload
+def forest_attention(
+    query: Float[Array, "B T N H"],
+    key_pages: Float[Array, "num_pages page_size K H"],
+    value_pages: Float[Array, "num_pages page_size K V"],
+    forest: Forest,
+    plan: Plan,
+    *,
+    drafts: DraftTrees | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_residuals: Literal[True],
+) -> tuple[Float[Array, "B T N V"], Residuals]: ...
+
+
+def forest_attention(
+    query: Float[Array, "B T N H"],
+    key_pages: Float[Array, "num_pages page_size K H"],
+    value_pages: Float[Array, "num_pages page_size K V"],
+    forest: Forest,
+    plan: Plan,
+    *,
+    drafts: DraftTrees | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_residuals: bool = False,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Residuals]:
+    """Attention of each request's last T tokens over its whole context. Jittable.
+
+    Args:
+      query: [B, T, N, H] in the caller's request order, B = forest.request_capacity; float32, bfloat16 or float16.
+        The T tokens are the last T of each request's context (their K and V are in the pages already) and see each
+        other causally, or as `drafts` says.
+      key_pages: [num_pages, page_size, K, H], N a multiple of K.
+      value_pages: [num_pages, page_size, K, V]; every value finite, also where nobody reads (`KVPages` sees to that).
+      forest: the paths, in lengths that include the query tokens.
+      plan: from `make_plan` for this forest, head layout and T.
+      drafts: trees of the T tokens, which are candidates then, in depth-first order and in the request's own leaf: each
+        sees the context before them, itself and its ancestors.
+      scale: factor on the scores; defaults to 1 / sqrt(H).
+      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, H = V 64, 128 or 256), "xla" (any device),
+        or None for the fastest that this device and these shapes allow; where that is "xla" on a GPU, a warning says
+        why.
+      return_residuals: also return the row maximum of the scaled scores and the row sum of their exponentials,
+        float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`).
+
+    Returns [B, T, N, V] in the query's dtype; rows of free request slots are 0. Where lengths show on the device
+    only, a plan for another forest or past its steps gives NaN everywhere, and so do drafts in a leaf that others read:
+    `plan.check(forest)` says why. Pages past num_pages, of a forest of another pool, are noticed on the host only.
+
+    Raises ValueError for shapes, dtypes or names that do not fit, PlanError for a plan that does not, and
+    NotImplementedError where JAX asks for a derivative.
+
+    >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
+    >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64)
+    >>> pages = jnp.ones((66, 16, 2, 64))
+    >>> jax.jit(forest_attention)(jnp.ones((2, 1, 8, 64)), pages, pages, forest, plan).shape
+    (2, 1, 8, 64)
+
+    Source: CoDec, section 4 (doi 10.1145/3802028).
+    """
+    given = tuple(map(checks.array, ("query", "key_pages", "value_pages"), (query, key_pages, value_pages)))
+    traced = any(isinstance(x, jax.core.Tracer) for x in given)
+    query, key_pages, value_pages = _without_derivative(*given) if traced else given
+    heads = _check(query, key_pages, value_pages, forest, plan)
+    if drafts is not None:
+        checks.instance("drafts", drafts, DraftTrees)
+        drafts.check(forest, query.shape[1])
+    scores = Scores(1.0 / math.sqrt(heads.head_dim) if scale is None else checks.number("scale", scale))
+    backend = choose(implementation, heads, scores, plan.arrays)
+    forest, plan, drafts = jax.tree.map(jnp.asarray, (forest, plan, drafts))
+
+    guard, readers = plan.guard, None
+    if drafts is not None:
+        readers = readers_of_tokens(drafts, forest, plan.arrays)
+        # Where only the device knows that the drafts do not fit, the plan is taken for one that does not.
+        structure_hash = jnp.where(drafts.fit(forest).all(), guard.structure_hash, ~forest.structure_hash)
+        guard = replace(guard, structure_hash=structure_hash)
+    # Long pages are seen as several short ones.
+    key_pages, value_pages = (
+        pages.reshape(-1, plan.arrays.page_tokens, *pages.shape[2:]) for pages in (key_pages, value_pages)
+    )
+    out, row_max, row_sum = backend.attend(
+        query,
+        key_pages,
+        value_pages,
+        forest.positions(query.shape[1]),
+        arrays_of(forest),
+        plan.arrays,
+        guard,
+        scores,
+        readers,
+    )
+    return (out, (row_max, row_sum)) if return_residuals else out
+
+
+@jax.custom_jvp
+def _without_derivative(*arrays: Array) -> tuple[Array, ...]:
+    """Return arrays that JAX must not differentiate with respect to, or it would stumble over a loop far from here."""
+    return arrays
+
+
+@_without_derivative.defjvp
+def _refuse(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "forest_attention: expected no derivative, it is for decoding; train with jax.nn.dot_product_attention, or "
+        "wrap what goes in in jax.lax.stop_gradient"
+    )
+
+
+def _check(query: Array, key_pages: Array, value_pages: Array, forest: Forest, plan: Plan) -> Heads:
+    """Describe the heads. Raises ValueError or PlanError for arguments that do not fit; shapes and dtypes only."""
+    checks.instance("forest", forest, Forest)
+    checks.instance("plan", plan, Plan)
+    if query.ndim != 4 or query.shape[0] != forest.request_capacity or query.shape[1] < 1:
+        raise ValueError(
+            f"query: expected [B, T, N, H] with B = {forest.request_capacity}, the forest's request_capacity, "
+            f"got shape {query.shape}"
+        )
+    if key_pages.ndim != 4 or key_pages.shape[1] != forest.page_size or key_pages.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"key_pages: expected [num_pages, {forest.page_size}, K, {query.shape[3]}], got shape {key_pages.shape}"
+        )
+    for name, array in (("query", query), ("key_pages", key_pages)):
+        checks.float_dtype(name, array.dtype)
+    got = (*query.shape[1:3], key_pages.shape[2], query.shape[3])
+    planned = (plan.arrays.query_tokens, *plan.heads.shape[:3])
+    if got != planned:
+        raise PlanError(
+            f"plan: expected one for query_tokens, num_q_heads, num_kv_heads, head_dim = {got}, "
+            f"which query and key_pages have, got one for {planned}"
+        )
+    expected = (*key_pages.shape[:3], plan.heads.value_head_dim)
+    if value_pages.shape != expected or value_pages.dtype != key_pages.dtype:
+        raise ValueError(
+            f"value_pages: expected {key_pages.dtype} of shape {expected} like key_pages, "
+            f"got {value_pages.dtype} of shape {value_pages.shape}"
+        )
+    plan.check_shapes(forest)
+    if forest.is_host and forest.used_pages.size and np.max(forest.used_pages) >= key_pages.shape[0]:
+        raise ValueError(
+            f"key_pages: expected at least {np.max(forest.used_pages) + 1} pages, which the forest refers to, "
+            f"got {key_pages.shape[0]}"
+        )
+    return Heads.of(query, key_pages, value_pages)

@@ -1,0 +1,150 @@
+"""Multi-head latent attention (DeepSeek-V2): one latent vector per token in the place of K and V of every head.
+
+A page holds, for each token, its latent of L numbers and one rotated key of `rope` numbers that all heads share. Head
+n's key is [latent @ up_key[:, n], rotated key], its value latent @ up_value[:, n]. Two ways to attend over such pages:
+
+    reconstruct         K and V of every head are computed from the latents and stored; from there on everything is as
+                        for any other model (the paper's way)
+    latent_attention    up_key is applied to the query and up_value to the output, so that the latents themselves are
+                        read, once for all heads: what decoding wants, which is bound by memory
+
+Both are the same function of their arguments up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from codec_jax.attention.call import forest_attention
+from codec_jax.forest import Forest, KVPages, finite
+from codec_jax.planning import Plan
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def latent_attention(
+    query_nope: Float[Array, "B T N nope"],
+    query_rope: Float[Array, "B T N rope"],
+    latent_pages: Float[Array, "num_pages page_size 1 L+rope"],
+    up_key: Float[Array, "L N nope"],
+    up_value: Float[Array, "L N V"],
+    forest: Forest,
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention over latent pages, with up_key and up_value absorbed into query and output. Jittable.
+
+    Args:
+      query_nope: [B, T, N, nope], the part of the query that has no position; B and T as in `forest_attention`.
+      query_rope: [B, T, N, rope], the part that is rotated, after rotation.
+      latent_pages: [num_pages, page_size, 1, L + rope]: each token's latent, after its normalisation, then its rotated
+        key. Every value finite.
+      up_key: [L, N, nope], from latents to keys.
+      up_value: [L, N, V], from latents to values.
+      forest: as in `forest_attention`.
+      plan: from `make_plan` with num_kv_heads=1 and head_dim=L + rope. All N q heads of a request are rows of one kv
+        head, so pages that requests share are read once if tile_rows holds N rows for each of them.
+      scale: factor on the scores; defaults to 1 / sqrt(nope + rope).
+      implementation: as in `forest_attention`; the kernels do not take heads of this size.
+
+    Returns [B, T, N, V] in the dtype of query_nope; query, scores and sums are float32 on the way.
+
+    Raises ValueError for shapes that do not fit, PlanError for a plan that does not.
+
+    >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[100, 20, 5], leaf=[1, 2])
+    >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=1, head_dim=32 + 16, tile_rows=16)
+    >>> query_nope, query_rope = jnp.ones((2, 1, 8, 24)), jnp.ones((2, 1, 8, 16))
+    >>> pages, up_key, up_value = jnp.ones((10, 16, 1, 48)), jnp.ones((32, 8, 24)), jnp.ones((32, 8, 20))
+    >>> jax.jit(latent.latent_attention)(query_nope, query_rope, pages, up_key, up_value, forest, plan).shape
+    (2, 1, 8, 20)
+    """
+    latent, num_heads, nope = _check_weights(latent_pages, up_key, up_value)
+    rope = latent_pages.shape[3] - latent
+    for name, query, size in (("query_nope", query_nope, nope), ("query_rope", query_rope, rope)):
+        if query.ndim != 4 or query.shape != (*query_nope.shape[:2], num_heads, size):
+            raise ValueError(
+                f"{name}: expected [B, T, {num_heads}, {size}] to go with up_key and latent_pages, and B and T the "
+                f"same in both queries, got shape {query.shape}"
+            )
+        if not jnp.issubdtype(query.dtype, jnp.floating):
+            raise ValueError(f"{name}: expected floating-point numbers, got {query.dtype}")
+    scale = 1.0 / math.sqrt(nope + rope) if scale is None else scale
+    absorbed = _product("btnd,lnd->btnl", query_nope, up_key)
+    # The latents are the values as well: what the rotated keys add to the output is cut off. Float32 keeps the
+    # absorbed query, and the latent that comes out, as exact as the scores.
+    attended = forest_attention(
+        jnp.concatenate([absorbed, query_rope.astype(jnp.float32)], axis=-1),
+        latent_pages,
+        latent_pages,
+        forest,
+        plan,
+        scale=scale,
+        implementation=implementation,
+    )
+    return _product("btnl,lnv->btnv", attended[..., :latent], up_value).astype(query_nope.dtype)
+
+
+def reconstruct(
+    latent_pages: Float[Array, "num_pages page_size 1 L+rope"],
+    up_key: Float[Array, "L N nope"],
+    up_value: Float[Array, "L N V"],
+) -> KVPages:
+    """Return K and V of every head over the same pages: [num_pages, page_size, N, nope + rope] each. Jittable.
+
+    Keys are nope + rope numbers and values V, fewer in every model known, so zeros fill the values up. Attention over
+    the pages takes query_nope and query_rope side by side, a plan for num_kv_heads=N and head_dim=nope + rope, and
+    gives the V numbers first.
+
+    Args:
+      latent_pages, up_key, up_value: as in `latent_attention`.
+
+    Raises ValueError for shapes that do not fit.
+
+    >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[100, 20, 5], leaf=[1, 2])
+    >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=8, head_dim=24 + 16)
+    >>> pages = jax.jit(latent.reconstruct)(jnp.ones((10, 16, 1, 48)), jnp.ones((32, 8, 24)), jnp.ones((32, 8, 20)))
+    >>> query = jnp.concatenate([jnp.ones((2, 1, 8, 24)), jnp.ones((2, 1, 8, 16))], -1)
+    >>> jax.jit(forest_attention)(query, pages.key, pages.value, forest, plan)[..., :20].shape
+    (2, 1, 8, 20)
+    """
+    latent, _, nope = _check_weights(latent_pages, up_key, up_value)
+    rope = latent_pages.shape[3] - latent
+    padding = nope + rope - up_value.shape[2]
+    if padding < 0:
+        raise ValueError(
+            f"up_value: expected values of at most nope + rope = {nope + rope} numbers, got {up_value.shape[2]}; "
+            "use latent_attention"
+        )
+    latents, rotated = latent_pages[..., 0, :latent], latent_pages[..., latent:]
+    key = _product("psl,lnd->psnd", latents, up_key).astype(latent_pages.dtype)
+    value = finite(_product("psl,lnv->psnv", latents, up_value), latent_pages.dtype)
+    shared = jnp.broadcast_to(rotated, (*key.shape[:3], rope))
+    return KVPages(
+        jnp.concatenate([key, shared], axis=-1),
+        jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding))),
+    )
+
+
+def _product(equation: str, left: Array, right: Array) -> Array:
+    """Contract two arrays of any float dtype in float32."""
+    return jnp.einsum(equation, left.astype(jnp.float32), right.astype(jnp.float32), precision=_HIGHEST)
+
+
+def _check_weights(latent_pages: Array, up_key: Array, up_value: Array) -> tuple[int, int, int]:
+    """Return L, N and nope. Raises ValueError unless pages and weights fit together."""
+    if up_key.ndim != 3:
+        raise ValueError(f"up_key: expected [L, N, nope], got shape {up_key.shape}")
+    latent, num_heads, nope = up_key.shape
+    if up_value.ndim != 3 or up_value.shape[:2] != (latent, num_heads):
+        raise ValueError(f"up_value: expected [{latent}, {num_heads}, V] to go with up_key, got shape {up_value.shape}")
+    if latent_pages.ndim != 4 or latent_pages.shape[2] != 1 or latent_pages.shape[3] < latent:
+        raise ValueError(
+            f"latent_pages: expected [num_pages, page_size, 1, {latent} + rope], got shape {latent_pages.shape}"
+        )
+    return latent, num_heads, nope

@@ -1,0 +1,8 @@
+"""Shared tokens and where they lie: the forest, its edits, the pages of its nodes, and draft trees above its leaves."""
+
+from codec_jax.forest.draft_trees import DraftTrees
+from codec_jax.forest.forest import Forest
+from codec_jax.forest.pages import NO_SLOT, KVPages, PagePool, finite
+from codec_jax.forest.tree import FREE, NO_NODE, ROOT, Tree
+
+__all__ = ["FREE", "NO_NODE", "NO_SLOT", "ROOT", "DraftTrees", "Forest", "KVPages", "PagePool", "Tree", "finite"]

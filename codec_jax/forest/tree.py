@@ -1,0 +1,80 @@
+"""A forest as building and editing see it: which node is below which, its pages, and where requests end.
+
+Arrays of a `Tree` are NumPy arrays of any length; `Forest.build` derives the rest and pads to capacities.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from codec_jax import checks
+from codec_jax.arrays import Integers
+
+ROOT = -1  # parent of a node that has none
+FREE = -2  # parent of a node that is not in use
+NO_NODE = -1  # leaf of a request slot that is not in use
+
+
+class Tree(NamedTuple):
+    """Nodes and requests; node i owns the next page_count[i] of `page_ids`."""
+
+    parent: Int[np.ndarray, " nodes"]  # ROOT, FREE or a node
+    length: Int[np.ndarray, " nodes"]  # tokens
+    page_count: Int[np.ndarray, " nodes"]
+    page_ids: Int[np.ndarray, " pages"]
+    leaf: Int[np.ndarray, " B"]  # the node at which each request ends, or NO_NODE
+    page_size: int
+
+    def pages_of_nodes(self) -> list[Int[np.ndarray, " pages"]]:
+        """Return the pages of each node, in order."""
+        return np.split(self.page_ids, np.cumsum(self.page_count)[:-1])
+
+
+def check_tree(parent: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"], leaf: Int[np.ndarray, " B"]) -> None:
+    """Raise ValueError unless parents come before children, lengths fit them, and every leaf is a node."""
+    if len(parent) != len(length):
+        raise ValueError(
+            f"length: expected one number for each of the {len(parent)} nodes in parent, got {len(length)}"
+        )
+    late = parent >= np.arange(len(parent))
+    if late.any():
+        node = int(np.argmax(late))
+        raise ValueError(
+            f"parent: expected every parent before its child, got parent[{node}] = {parent[node]} "
+            "(a child before its parent, or a cycle); number the nodes from the roots down"
+        )
+    if (parent < ROOT).any():
+        raise ValueError(f"parent: expected -1 for a root or the index of a node, got {parent.min()}")
+    if (length < 0).any():
+        node = int(np.argmin(length))
+        raise ValueError(f"length: expected no negative lengths, got length[{node}] = {length[node]}")
+    if not leaf.size:
+        raise ValueError("leaf: expected at least one request, got none")
+    wrong = (leaf < 0) | (leaf >= len(parent))
+    if wrong.any():
+        request = int(np.argmax(wrong))
+        raise ValueError(
+            f"leaf: expected nodes in [0, {len(parent)}), got leaf[{request}] = {leaf[request]}, which does not exist"
+        )
+
+
+def check_in_use(requests: Integers, leaf: Int[np.ndarray, " B"]) -> Int[np.ndarray, " n"]:
+    """Return `requests` as a vector, or raise ValueError if one of them is not a request in use."""
+    wanted = checks.int_vector("requests", requests)
+    inside = (wanted >= 0) & (wanted < len(leaf))
+    in_use = inside & (leaf[np.where(inside, wanted, 0)] >= 0)
+    if not in_use.all():
+        raise ValueError(
+            f"requests: expected requests in use, {np.flatnonzero(leaf >= 0).tolist()}, got {wanted[~in_use].tolist()}"
+        )
+    return wanted
+
+
+def check_slots(num_pages: int, page_size: int) -> None:
+    """Raise ValueError unless int32 numbers all token slots of so many pages."""
+    if num_pages * page_size >= 2**31:
+        raise ValueError(
+            f"pages: expected less than 2**31 token slots, got {num_pages} pages of {page_size} tokens; divide the "
+            "requests among several forests"
+        )

@@ -1,0 +1,391 @@
+"""The cost model: how long one thread block takes for its part of a plan (paper, section 5, C_est).
+
+    segment   segment_us + merge_us x tiles + time of its query rows over n KV tokens
+    time      cached_us[tiles, n]   K and V come from the L2 cache: arithmetic decides
+              memory_us[tiles, n]   every thread block reads K and V of its own: the memory's bandwidth decides
+
+Which of the two holds depends on what all thread blocks do together, so a plan has one number for it
+(`Estimate.stall`). Tables are measured by `python -m codec_jax.profile`; where there is none, a roofline serves.
+Paper: doi 10.1145/3802028.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import warnings
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from codec_jax import checks
+
+_FORMAT = "codec_jax cost model 2"
+_MEASURE_AGAIN = "measure again with `python -m codec_jax.profile`"
+_SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
+_FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
+
+#: Share of the wait for memory that shows in narrow blocks however much bandwidth others leave them: a thread block has
+#: two blocks in flight, too few to hide all of it.
+_MIN_STALL = 0.3
+
+Table = tuple[tuple[float, ...], ...]
+
+
+class HeadLayout(NamedTuple):
+    """Heads and pages that a table of costs holds for."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times in microseconds of one thread block while all thread blocks of the device are busy.
+
+    `memory_us[i][j]` is what the query rows of i + 1 tiles need for `tokens[j]` KV tokens of one kv head, on top of an
+    empty segment. Times grow with tiles and tokens. Raises ValueError for fields that make no table.
+
+    >>> from codec_jax.planning.cost import HeadLayout
+    >>> layout = HeadLayout(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
+    >>> model = CostModel.shipped("NVIDIA H200", layout)
+    >>> model.check_layout(layout)  # raises nothing: the table is for this one
+    >>> model.kv_us(wide=[False, True], tokens=4096, cached=False).tolist()
+    [62.398, 64.115]
+    >>> model.save("costs.json")
+    >>> CostModel.load("costs.json") == model
+    True
+
+    Source: CoDec, section 5, C_est.
+    """
+
+    device: str  # `device_kind` of the JAX device, or what else the numbers are for
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    rows: tuple[int, ...]  # of one tile, and of two
+    tokens: tuple[int, ...]  # ascending
+    memory_us: Table  # [2, tokens], every thread block reads K and V of its own
+    cached_us: Table  # [2, tokens], all read the same, so that it comes from the L2 cache
+    masked: float  # time of cached KV tokens that need a mask of their own over that of others
+    segment_us: float  # one more segment: its query rows, and the way to its first block
+    merge_us: float  # a partial, to write it; a segment has one for each of its tiles
+    launch_us: float  # a call of one row tile, beyond what its busiest thread block does: the start of PAC, and POR
+    stream_us: float  # one more merge of POR: each row tile has one for each kv head
+    versions: tuple[tuple[str, str], ...] = ()
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        for name in HeadLayout._fields:
+            checks.integer(name, getattr(self, name))
+        for name in ("masked", "segment_us", "merge_us", "launch_us", "stream_us"):
+            minimum = 1.0 if name == "masked" else 0.0
+            if not checks.number(name, value := getattr(self, name)) >= minimum:
+                raise ValueError(f"{name}: expected a finite number of at least {minimum:g}, got {value}")
+        for name, values in (("rows", self.rows), ("tokens", self.tokens)):
+            if len(values) < 2 or (np.diff([0, *(checks.integer(name, value) for value in values)]) <= 0).any():
+                raise ValueError(f"{name}: expected positive integers in ascending order, two at least, got {values}")
+        for name, table in (("memory_us", self.memory_us), ("cached_us", self.cached_us)):
+            if [len(row) for row in table] != [len(self.tokens)] * 2:
+                raise ValueError(f"{name}: expected 2 rows of {len(self.tokens)} times, got {table}")
+            times = np.asarray([[checks.number(name, time) for time in row] for row in table])
+            if (times <= 0).any() or (np.diff(times, axis=0) < 0).any() or (np.diff(times, axis=1) < 0).any():
+                raise ValueError(
+                    f"{name}: expected positive times that do not fall with more rows or tokens, got {table}"
+                )
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Heads and pages that the table holds for."""
+        return HeadLayout(*(getattr(self, name) for name in HeadLayout._fields))
+
+    def check_layout(self, layout: HeadLayout) -> None:
+        """Raise ValueError for another head layout or page size, or a GPU that the table was not measured on.
+
+        Args:
+          layout: that of the plan.
+        """
+        if self.layout != layout:
+            raise ValueError(
+                f"cost_model: expected a table for {', '.join(layout._fields)} = {tuple(layout)}, got one for "
+                f"{tuple(self.layout)}; costs do not carry over to other layouts: pass None, or measure this one with "
+                "`python -m codec_jax.profile`"
+            )
+        device = jax.devices()[0]
+        if device.platform == "gpu" and self.date and self.device != device.device_kind:
+            raise ValueError(
+                f"cost_model: expected a table measured on {device.device_kind!r}, got one of {self.device!r}; "
+                f"{_MEASURE_AGAIN}"
+            )
+
+    # ------------------------------------------------------------------ estimates
+
+    def kv_us(self, wide: Any, tokens: Any, *, cached: bool) -> Float[np.ndarray, "*n"]:
+        """Return the time of one tile, or of two, over KV tokens beyond that of an empty segment.
+
+        Linear in the tokens between measured ones, from 0 on and past the last: what a block costs does not depend on
+        how many there are, so that this is exact where a logarithmic axis would not be.
+
+        Args:
+          wide: whether two tiles read the tokens, or one; a bool or an array.
+          tokens: KV tokens, a number or an array.
+          cached: whether K and V come from the L2 cache.
+        """
+        grid, curves = self._curves
+        narrow_us, wide_us = (np.interp(tokens, grid, curves[tiles, int(cached)]) for tiles in (0, 1))
+        return np.where(wide, wide_us, narrow_us)
+
+    @functools.cached_property
+    def token_us(self) -> Float[np.ndarray, "2 2"]:
+        """Microseconds that a token takes in a long task, as [narrow or wide, from memory or cached]."""
+        return np.stack([self.memory_us, self.cached_us], axis=1)[:, :, -1] / self.tokens[-1]
+
+    @functools.cached_property
+    def _curves(self) -> tuple[Float[np.ndarray, " points"], Float[np.ndarray, "2 2 points"]]:
+        """Return tokens from 0 to so many that nobody has more, and times: [narrow or wide, from memory or cached]."""
+        table = np.stack([self.memory_us, self.cached_us], axis=1)
+        slope = (table[..., -1] - table[..., -2]) / (self.tokens[-1] - self.tokens[-2])
+        beyond = (table[..., -1] + slope * _FAR)[..., None]
+        grid = np.asarray((0, *self.tokens, self.tokens[-1] + _FAR), float)
+        return grid, np.concatenate([np.zeros_like(beyond), table, beyond], axis=-1)
+
+    # ------------------------------------------------------------------ files and origins
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the model as JSON; the file appears whole or not at all.
+
+        Args:
+          path: the file; folders that are missing are made.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        content = {"format": _FORMAT} | asdict(self) | {"versions": dict(self.versions)}
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> CostModel:
+        """Read a model that `save` wrote.
+
+        Args:
+          path: the file.
+
+        Raises ValueError, with the path, for anything else.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            if (found := content.pop("format", None)) != _FORMAT:
+                raise ValueError(f"format: expected {_FORMAT!r}, got {found!r}")
+            if (names := {field.name for field in fields(cls)}) != content.keys():
+                raise ValueError(f"fields: expected {sorted(names)}, got {sorted(content)}")
+            content["versions"] = list(content["versions"].items())
+            return cls(**{name: _frozen(value) for name, value in content.items()})
+        except (ValueError, TypeError, AttributeError) as error:  # of a file that holds something else
+            raise ValueError(
+                f"{path}: expected a cost model of codec_jax, got a damaged or foreign file: {error}; {_MEASURE_AGAIN}"
+            ) from None
+
+    @classmethod
+    def roofline(
+        cls,
+        layout: HeadLayout,
+        *,
+        device: str = "roofline",
+        num_ctas: int = 132,
+        bytes_per_us: float = 4.5e6,
+        flops_per_us: float = 650e6,
+    ) -> CostModel:
+        """Return what bandwidth and arithmetic alone would cost, by default those of an H200 with two-byte K and V.
+
+        Plans depend on how costs compare with each other, so it serves other devices too, if less well.
+
+        Args:
+          layout: `codec_jax.planning.cost.HeadLayout`: q heads, kv heads, head size and page size.
+          device: a name for it.
+          num_ctas: thread blocks that share the bandwidth and the arithmetic.
+          bytes_per_us: bandwidth of the memory.
+          flops_per_us: arithmetic.
+
+        >>> from codec_jax.planning.cost import HeadLayout
+        >>> model = CostModel.roofline(HeadLayout(8, 2, 64, 16), device="another GPU", bytes_per_us=2e6)
+        >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
+        >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64, cost_model=model)
+        """
+        rows, tokens = (64, 128), (128, 32768)
+        cached = [[4.0 * r * n * layout.head_dim * num_ctas / flops_per_us for n in tokens] for r in rows]
+        read = [4.0 * n * layout.head_dim * num_ctas / bytes_per_us for n in tokens]
+        return cls(
+            device=device,
+            **layout._asdict(),
+            dtype="bfloat16",
+            rows=rows,
+            tokens=tokens,
+            memory_us=tuple(tuple(map(max, row, read)) for row in cached),
+            cached_us=_frozen(cached),
+            masked=1.2,
+            segment_us=2.0,
+            merge_us=1.0,
+            launch_us=5.0,
+            stream_us=0.03,
+        )
+
+    @classmethod
+    def default(cls, layout: HeadLayout) -> CostModel:
+        """Return the model for the default device: measured by the user, shipped, or else a roofline.
+
+        Where a GPU has no table, a warning says so, once. Files are read again only when they change.
+
+        Args:
+          layout: as in `roofline`.
+
+        >>> from codec_jax.planning.cost import HeadLayout
+        >>> CostModel.default(HeadLayout(8, 2, 64, 16)).head_dim
+        64
+        """
+        device = jax.devices()[0]
+        if device.platform != "gpu":
+            return _roofline(layout, 128)  # costs only shape a plan: as on a GPU, however small the heads are
+        for folder in (user_folder(), _SHIPPED):
+            if model := _found(folder, device.device_kind, layout):
+                return model
+        # The registry of `warnings` shows a text once per process and line.
+        warnings.warn(
+            f"no measured costs for {device.device_kind} with {', '.join(layout._fields)} = {tuple(layout)}: plans are "
+            "balanced by a roofline; `python -m codec_jax.profile` measures them",
+            stacklevel=1,
+        )
+        return _roofline(layout, layout.head_dim)
+
+    @classmethod
+    def shipped(cls, device: str, layout: HeadLayout) -> CostModel | None:
+        """Return the table that comes with the package for a device, on whatever device this runs; None if none does.
+
+        Args:
+          device: `device_kind` of the JAX device.
+          layout: as in `roofline`.
+        """
+        return _found(_SHIPPED, device, layout)
+
+
+class Estimate(NamedTuple):
+    """Costs of the blocks and segments of one plan."""
+
+    model: CostModel
+    block_tokens: int
+    stall: float = 1.0  # share of the wait for memory that shows in narrow blocks: at 1 each reads its own
+    token_masked: float = 1.0  # share of the masked blocks that are masked by token; a mask by row costs nothing
+
+    @classmethod
+    def of(
+        cls,
+        model: CostModel,
+        block_tokens: int,
+        narrow: tuple[float, float],
+        wide: tuple[float, float],
+        unique: float,
+        token_masked: float = 1.0,
+    ) -> Estimate:
+        """Estimate how long blocks stall when so many (unmasked, masked) narrow and wide ones are worked off together.
+
+        All of them take as long as memory or as arithmetic, whichever takes longer, so what memory needs beyond the
+        arithmetic is waiting. `unique` of the blocks come from memory, the others from the L2 cache.
+        """
+        fast, slow = (cls(model, block_tokens, stall, token_masked).block_us for stall in (0.0, 1.0))
+        reading = unique * slow[0, 0]
+        computing = float((np.asarray([narrow, wide]) * fast).sum())
+        longest = float((np.asarray(narrow) * (slow - fast)[0]).sum())
+        stall = min(max((reading - computing) / longest, _MIN_STALL), 1.0) if longest > 0 else 1.0
+        return cls(model, block_tokens, stall, token_masked)
+
+    @property
+    def mask_slowdown(self) -> float:
+        """Time of a cached masked block over that of another."""
+        return 1.0 + (self.model.masked - 1.0) * self.token_masked
+
+    @property
+    def block_us(self) -> Float[np.ndarray, "2 2"]:
+        """Time of one of many blocks: [narrow or wide, unmasked or masked]."""
+        memory, cached = self.model.token_us.T[:, :, None] * self.block_tokens
+        cached = cached * np.asarray([1.0, self.mask_slowdown])
+        return cached + self._shown(np.asarray([[False], [True]])) * np.maximum(memory - cached, 0.0)
+
+    def _shown(self, wide: Any) -> Any:
+        """Return the share of the wait that shows: all of it in wide blocks, whichever memory brings them."""
+        return np.where(wide, 1.0, self.stall)
+
+    def segment_us(self, wide: Any) -> Any:
+        """Return what a segment costs beyond its blocks."""
+        return self.model.segment_us + self.model.merge_us * (1 + wide)
+
+    @property
+    def opening_us(self) -> Float[np.ndarray, " 2"]:
+        """Cost of a segment, narrow or wide, beyond blocks that cost what one of many does: the first take longer."""
+        model, wide = self.model, np.asarray([False, True])
+        shortest = model.tokens[0]
+        memory, cached = (
+            model.kv_us(wide, shortest, cached=cached) - model.token_us[:, int(cached)] * shortest
+            for cached in (False, True)
+        )
+        return self.segment_us(wide) + np.maximum(cached + self._shown(wide) * (memory - cached), 0.0)
+
+    def segments(
+        self, wide: Bool[np.ndarray, " n"], unmasked: Int[np.ndarray, " n"], masked: Int[np.ndarray, " n"]
+    ) -> Float[np.ndarray, " n"]:
+        """Return the cost of each segment from its kind and its blocks, in microseconds."""
+        blocks = unmasked + masked
+        memory, cached = (self.model.kv_us(wide, blocks * self.block_tokens, cached=cached) for cached in (False, True))
+        cached = cached * (1 + (self.mask_slowdown - 1) * masked / np.maximum(blocks, 1))
+        return self.segment_us(wide) + cached + self._shown(wide) * np.maximum(memory - cached, 0.0)
+
+
+def user_folder() -> str:
+    """Return where `codec_jax.profile` keeps tables: codec_jax in $XDG_CACHE_HOME, or in ~/.cache."""
+    return os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "codec_jax"
+    )
+
+
+def file_name(device: str, layout: HeadLayout, dtype: str = "bfloat16") -> str:
+    """Return the name of the table for a device and a layout.
+
+    The kernels take two-byte numbers only and treat them alike, so that `make_plan` looks for one dtype.
+    """
+    device = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    heads = f"{layout.num_q_heads}q_{layout.num_kv_heads}kv_{layout.head_dim}"
+    return f"{device}-{heads}-page{layout.page_size}-{dtype}.json"
+
+
+def _found(folder: str, device: str, layout: HeadLayout) -> CostModel | None:
+    path = os.path.join(folder, file_name(device, layout))
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return _loaded(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(path: str, mtime_ns: int, size: int) -> CostModel:
+    return CostModel.load(path)
+
+
+@functools.lru_cache(maxsize=16)
+def _roofline(layout: HeadLayout, head_dim: int) -> CostModel:
+    return replace(CostModel.roofline(layout._replace(head_dim=head_dim)), head_dim=layout.head_dim)
+
+
+def _frozen(value: Any) -> Any:
+    """Return nested lists as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value

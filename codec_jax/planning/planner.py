@@ -1,0 +1,295 @@
+"""make_plan: from a forest to the arrays of a plan, on the host, in NumPy (paper, section 5; doi 10.1145/3802028).
+
+forest ─► tiles and blocks  how large they are, by the device and the amount of work     _grid
+       ─► streams           which pages every tile, or pair of tiles, reads              streams.list_streams
+       ─► blocks            pages in groups, those without a mask first                  streams.lay_out_blocks
+       ─► cuts              streams divided among thread blocks, by cost                 division.divide
+       ─► segments, merges  the cuts as rows, and which partials POR merges              _segments
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from jaxtyping import Int
+
+from codec_jax import checks
+from codec_jax.arrays import bucket
+from codec_jax.forest import Forest
+from codec_jax.planning.cost import CostModel, HeadLayout
+from codec_jax.planning.division import Policy, divide
+from codec_jax.planning.plan import Plan, PlanHost, begin_of_ctas, max_lengths
+from codec_jax.planning.streams import (
+    MIN_WIDE_TOKENS,
+    Grid,
+    Streams,
+    count_kv_tokens,
+    count_uniform_blocks,
+    lay_out_blocks,
+    list_streams,
+)
+from codec_jax.planning.tiling import default_tiling
+from codec_jax.planning.work import Schedule, Work
+from pallas_kernels.heads import Heads
+from pallas_kernels.plan_format import PlanArrays, PlanGuard, Segment
+from pallas_kernels.token_mask import MAX_ROWS
+
+#: A plan of so many pages has room for the worst that its forest can become: what that costs, a megabyte, is nothing.
+_ROOMY_PAGES = 1 << 16
+
+
+def make_plan(
+    forest: Forest,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_head_dim: int | None = None,
+    steps: int = 1,
+    query_tokens: int = 1,
+    num_ctas: int | None = None,
+    tile_rows: int | None = None,
+    block_tokens: int | None = None,
+    lanes: int | None = None,
+    min_wide_tokens: int | None = None,
+    block_capacity: int | None = None,
+    cost_model: CostModel | None = None,
+    policy: Policy = "aligned",
+) -> Plan:
+    """Plan attention over a forest on the host.
+
+    Args:
+      forest: a forest with NumPy arrays.
+      num_q_heads: N, a multiple of num_kv_heads (K).
+      num_kv_heads: K, kv heads.
+      head_dim: H, of query and keys.
+      value_head_dim: H of the values; defaults to head_dim.
+      steps: tokens that every leaf may grow by, as far as its pages have room, before a new plan is due.
+      query_tokens: T, query tokens per request; they are the last T tokens of its context.
+      num_ctas: thread blocks to spread the work over, at most; defaults to the device's multiprocessors.
+      tile_rows: query rows of a tile; defaults to what suits the device.
+      block_tokens: KV tokens of a block: whole pages, or parts of pages that do not divide it. Defaults to what suits
+        the device and the amount of work, so that a forest that grows much may get other blocks, once.
+      lanes: row tiles that may share a segment, 1 or 2; defaults to what suits the device.
+      min_wide_tokens: KV tokens that two tiles must both read to share segments for them.
+      block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; defaults to room for what
+        the forest has capacities for. A plan that needs more is padded to the next bucket.
+      cost_model: what thread blocks take for their work, for this head layout and page size; defaults to what was
+        measured on the device (`CostModel.default`).
+      policy: how streams are divided: "aligned" between kv heads, as the "paper" does, or into that many equal slices
+        each (see `codec_jax.planning.division`).
+
+    Raises ValueError for numbers that do not fit together, or a cost model for another layout or GPU; TypeError for a
+    forest that lives on a device.
+
+    >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
+    >>> make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64).heads.group
+    4
+
+    Source: CoDec, section 5.
+    """
+    checks.instance("forest", forest, Forest)
+    if not forest.is_host:
+        raise TypeError("forest: expected NumPy arrays, got arrays on a device; plan with the host's forest")
+    heads = Heads(
+        num_q_heads=checks.integer("num_q_heads", num_q_heads),
+        num_kv_heads=checks.integer("num_kv_heads", num_kv_heads),
+        head_dim=checks.integer("head_dim", head_dim),
+        value_head_dim=checks.integer("value_head_dim", head_dim if value_head_dim is None else value_head_dim),
+    )
+    if heads.num_q_heads % heads.num_kv_heads or heads.num_q_heads > MAX_ROWS:
+        raise ValueError(
+            f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, at most {MAX_ROWS}, got {num_q_heads}"
+        )
+    steps, query_tokens = checks.integer("steps", steps, below=2**62), checks.integer("query_tokens", query_tokens)
+    given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
+    grid = _grid(forest, heads, query_tokens, {name: x for name, x in given.items() if x is not None})
+    wide_tokens = MIN_WIDE_TOKENS if min_wide_tokens is None else checks.integer("min_wide_tokens", min_wide_tokens)
+    layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)
+    model = CostModel.default(layout) if cost_model is None else cost_model
+    checks.instance("cost_model", model, CostModel)
+    model.check_layout(layout)
+
+    longest = max_lengths(forest, steps)
+    streams = list_streams(forest, longest, grid, steps=steps, min_wide_tokens=wide_tokens)
+    work = _work(forest, streams, longest, grid)
+    num_blocks = int(work.block_ptr[-1])
+    if block_capacity is None:
+        capacity = _block_capacity(forest, streams, grid, num_blocks)
+    else:
+        capacity = bucket(num_blocks, minimum=max(checks.integer("block_capacity", block_capacity, 0), 8))
+    block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacity)
+    estimate = work.estimate(model)
+    schedule = divide(work, estimate, policy)
+    segments, merge_ptr, num_partials = _segments(schedule, work, streams, grid, _query_starts(forest, grid))
+    return Plan(
+        arrays=PlanArrays(
+            block_pages=block_pages,
+            segments=segments,
+            cta_begin=begin_of_ctas(schedule.cta_ptr, segments, block_pages),
+            merge_ptr=merge_ptr,
+            used_rows=np.asarray([forest.active.sum() * grid.rows_per_request], np.int32),
+            heads=heads,
+            request_capacity=forest.request_capacity,
+            query_tokens=query_tokens,
+            tile_rows=grid.tile_rows,
+            lanes=grid.lanes,
+            page_tokens=grid.page_tokens,
+            num_partials=num_partials,
+        ),
+        guard=PlanGuard(forest.length, longest, forest.structure_hash),
+        page_size=forest.page_size,
+        host=PlanHost(estimate, policy, wide_tokens),
+    )
+
+
+def pages_of_block(page_size: int, block_tokens: int) -> tuple[int, int]:
+    """Return the tokens of a block's page, and its pages: whole ones, or equal parts of pages that would not fill it.
+
+    Where no part of 8 tokens or more fits, a page stays whole, and a block has at least one.
+    """
+    part = math.gcd(page_size, block_tokens)
+    part = part if part >= 8 else page_size
+    return part, max(1, block_tokens // part)
+
+
+def _grid(forest: Forest, heads: Heads, query_tokens: int, given: dict[str, int]) -> Grid:
+    """Choose what is not given by the device and the amount of work."""
+    tiling = default_tiling(heads)
+    given = {name: checks.integer(name, value) for name, value in given.items()}
+    tile_rows, lanes = given.get("tile_rows", tiling.tile_rows), given.get("lanes", tiling.lanes)
+    if lanes > 2:
+        raise ValueError(f"lanes: expected 1 or 2, got {lanes}")
+    if lanes * tile_rows > MAX_ROWS:
+        raise ValueError(f"tile_rows: expected at most {MAX_ROWS // lanes}, got {tile_rows}")
+    rows_per_request = query_tokens * heads.group
+    tokens, reread = count_kv_tokens(forest, rows_per_request, tile_rows)
+    block_tokens = given.get("block_tokens", tiling.block_for(heads.num_kv_heads, tokens, reread))
+    page_tokens, pages_per_block = pages_of_block(forest.page_size, block_tokens)
+    return Grid(
+        rows_per_request=rows_per_request,
+        query_tokens=query_tokens,
+        tile_rows=tile_rows,
+        num_tiles=-(-forest.request_capacity * rows_per_request // tile_rows),
+        lanes=lanes,
+        page_tokens=page_tokens,
+        pages_per_block=pages_per_block,
+        num_kv_heads=heads.num_kv_heads,
+        num_ctas=given.get("num_ctas", tiling.num_ctas),
+    )
+
+
+def _work(forest: Forest, streams: Streams, longest: Int[np.ndarray, " nodes"], grid: Grid) -> Work:
+    """Count blocks: each stream's pages in groups, those without a mask first."""
+    pages, whole = streams.sum_pages(streams.pages), streams.sum_pages(np.where(streams.masked, 0, streams.pages))
+    unmasked = whole // grid.pages_per_block
+    block_ptr = np.concatenate([[0], np.cumsum(-(-pages // grid.pages_per_block))])
+    num_blocks = int(block_ptr[-1])
+    masked = num_blocks - int(unmasked.sum())
+    # With T > 1 tokens of a block differ in who sees them whatever their readers.
+    uniform = count_uniform_blocks(streams, forest.length, grid) if grid.query_tokens == 1 else 0
+    reread = int(pages.sum() - (-(-longest[forest.row_hi > forest.row_lo] // grid.page_tokens)).sum())
+    return Work(
+        block_ptr=block_ptr,
+        unmasked=unmasked,
+        wide=streams.wide,
+        unique=num_blocks - max(reread, 0) / grid.pages_per_block,
+        block_tokens=grid.pages_per_block * grid.page_tokens,
+        num_kv_heads=grid.num_kv_heads,
+        num_ctas=grid.num_ctas,
+        token_masked=min((num_blocks - uniform) / masked, 1.0) if masked else 1.0,
+    )
+
+
+def _block_capacity(forest: Forest, streams: Streams, grid: Grid, num_blocks: int) -> int:
+    """Return the blocks that plans need while the forest changes within its capacities.
+
+    At worst every stream reads every page. Where that is too much to hand to a device with every plan, it is room for
+    all pages to be read once, and for what tiles read again by now, in proportion, with all request slots in use.
+    """
+    parts = forest.page_size // grid.page_tokens
+    once = forest.page_capacity * parts
+    listed = int(streams.pages.sum())
+    readers = forest.row_hi > forest.row_lo
+    again = max(listed - int(forest.page_count[readers].sum()) * parts, 0)
+    active_tiles = -(-int(forest.active.sum()) * grid.rows_per_request // grid.tile_rows)
+    likely = once + again * grid.num_tiles // max(active_tiles, 1)
+    worst = once * (-(-grid.num_tiles // grid.lanes) if grid.lanes > 1 else grid.num_tiles)
+    pages = max(likely, min(worst, _ROOMY_PAGES), listed)
+    # Each stream has a last block that may be hardly filled.
+    return bucket(max(-(-pages // grid.pages_per_block) + 2 * grid.num_tiles, num_blocks))
+
+
+def _query_starts(forest: Forest, grid: Grid) -> Int[np.ndarray, " tiles"]:
+    """Find the tiles whose query rows are consecutive in the caller's order: the entry that each begins with, or -1."""
+    group = grid.rows_per_request // grid.query_tokens
+    if grid.tile_rows % group:
+        return np.full(grid.num_tiles, -1)
+    units = grid.tile_rows // group
+    first = np.arange(grid.num_tiles) * units
+    order = forest.request_of_row
+    # Rows of requests that directly follow each other in both orders have the same value here.
+    run = np.cumsum(np.diff(order, prepend=order[0]) != 1)
+    begin, end = first // grid.query_tokens, np.minimum((first + units - 1) // grid.query_tokens, len(order) - 1)
+    entry = order[begin].astype(np.int64) * grid.query_tokens + first % grid.query_tokens
+    # Rows that a tile writes past the last request must fall past the end of the query.
+    total = len(order) * grid.query_tokens
+    inside = (first + units <= total) | (entry + total - first == total)
+    return np.where((run[begin] == run[end]) & inside, entry, -1)
+
+
+def _segments(
+    schedule: Schedule, work: Work, streams: Streams, grid: Grid, query_starts: Int[np.ndarray, " tiles"]
+) -> tuple[Int[np.ndarray, "segments 10"], Int[np.ndarray, " tiles*K+1"], int]:
+    """Write the cuts as rows; return them, the merge lists, and how many partials to make room for."""
+    # Cuts between streams and thread blocks keep within bounds that do not depend on the tree; others may not.
+    heads, num_ctas = work.num_kv_heads, len(schedule.cta_ptr) - 1
+    num_merges, num_pairs = grid.num_tiles * heads, (grid.num_tiles // 2) * heads * (grid.lanes - 1)
+    wide = work.wide[schedule.stream]
+    num_segments, num_partials = len(wide), len(wide) + int(np.count_nonzero(wide))
+    capacity = num_merges + num_pairs + num_ctas
+    room = capacity + num_pairs + num_ctas * (grid.lanes - 1)
+    capacity = capacity if num_segments <= capacity else bucket(num_segments)
+    room = room if num_partials <= room else bucket(num_partials)
+
+    tile0, tile1 = streams.tile0[schedule.stream], streams.tile1[schedule.stream]
+    partial0, partial1, merge_ptr = _partials(tile0, tile1, schedule.head, heads, num_merges, room)
+    columns = Segment(
+        tile0=tile0,
+        tile1=tile1,
+        head=schedule.head,
+        begin=schedule.begin,
+        first_masked=np.clip(work.first_masked[schedule.stream], schedule.begin, schedule.end),
+        end=schedule.end,
+        partial0=partial0,
+        partial1=partial1,
+        query_start0=query_starts[tile0],
+        query_start1=query_starts[tile1],
+    )
+    segments = np.zeros((capacity, len(Segment._fields)), np.int32)
+    segments[:num_segments] = np.stack(columns, axis=1)
+    return segments, merge_ptr, room
+
+
+def _partials(
+    tile0: Int[np.ndarray, " segments"],
+    tile1: Int[np.ndarray, " segments"],
+    head: Int[np.ndarray, " segments"],
+    num_kv_heads: int,
+    num_merges: int,
+    nowhere: int,
+) -> tuple[Int[np.ndarray, " segments"], Int[np.ndarray, " segments"], Int[np.ndarray, " merges+1"]]:
+    """Number the partials such that those of one (tile, head) are consecutive, in the order of the segments.
+
+    A narrow segment has one; its other goes nowhere.
+    """
+    merge = np.stack([tile0, tile1], axis=1) * num_kv_heads + head[:, None]
+    merge[tile0 == tile1, 1] = num_merges
+    merge = merge.reshape(-1)
+    number = np.empty(len(merge), np.int64)
+    number[np.argsort(merge, kind="stable")] = np.arange(len(merge))
+    number[merge == num_merges] = nowhere
+    merge_ptr = np.cumsum(np.bincount(merge + 1, minlength=num_merges + 2)[: num_merges + 1])
+    partial0, partial1 = number.reshape(-1, 2).T
+    return partial0, partial1, merge_ptr.astype(np.int32)

@@ -1,0 +1,57 @@
+"""One interface to run plans, for the XLA path and for every family of kernels."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.heads import Heads
+
+
+class Tiling(NamedTuple):
+    """How plans for some heads cut the work on a device."""
+
+    num_ctas: int  # thread blocks
+    tile_rows: int  # query rows of a tile
+    lanes: int  # row tiles that a segment may serve
+    block_tokens: tuple[int, int]  # KV tokens of a block, where thread blocks have little to do and where much
+    # KV tokens of a kv head, for each thread block, from which on it is much: read once, or read again by other tiles.
+    much: tuple[int, int] = (0, 0)
+
+    def block_for(self, num_kv_heads: int, tokens: int, reread: int) -> int:
+        """Choose the KV tokens of a block, by how many there are in all.
+
+        Args:
+          num_kv_heads: K, kv heads.
+          tokens: KV tokens of a kv head that are read at all.
+          reread: those that other tiles read again, each time counted.
+
+        >>> from pallas_kernels import Tiling
+        >>> tiling = Tiling(num_ctas=132, tile_rows=64, lanes=2, block_tokens=(64, 128), much=(1000, 500))
+        >>> tiling.block_for(num_kv_heads=8, tokens=4096, reread=0)
+        64
+        >>> tiling.block_for(num_kv_heads=8, tokens=65536, reread=0)
+        128
+        """
+        counted = zip((tokens, reread), self.much, strict=True)
+        return self.block_tokens[any(n * num_kv_heads >= much * self.num_ctas for n, much in counted)]
+
+
+class Family(NamedTuple):
+    """Three answers, with the same questions for all.
+
+    why_not(heads, device, scores=None, plan=None) says why it cannot serve, or None; what is None is not known yet.
+
+    tiling(heads, device) says how plans for it are to be cut.
+
+    attend(query, key_pages, value_pages, query_position, forest, plan, guard, scores, readers_of_tokens) runs a plan:
+    the caller's query [B, T, N, H] in; out [B, T, N, H], and the row maximum of the scaled scores and the row sum of
+    their exponentials, float32 [B, T, N], in the caller's order. A row of no request, or that sees no token, has
+    out 0, maximum -inf and sum 0. All of it is NaN where the plan does not hold. Query tokens are causal among
+    themselves unless readers_of_tokens [blocks, block_tokens] says which rows see which token.
+    """
+
+    name: str
+    why_not: Callable[..., str | None]
+    tiling: Callable[[Heads, jax.Device], Tiling]
+    attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]

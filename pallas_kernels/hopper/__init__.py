@@ -1,0 +1,7 @@
+"""PAC and POR for Hopper GPUs: wgmma, TMA and warpgroups in roles, as Pallas Mosaic GPU kernels."""
+
+from pallas_kernels.family import Family
+from pallas_kernels.hopper.attend import attend
+from pallas_kernels.hopper.tiling import tiling, why_not
+
+HOPPER = Family("mosaic", why_not, tiling, attend)

@@ -1,0 +1,181 @@
+"""PAC on Hopper: one persistent thread block per multiprocessor works off its segments of KV blocks.
+
+    warpgroup 2 (pac_load)      page ids of block i+1 ─┐  TMA, by page or by block  ┌─ K ring ─┐
+                                pages of block i ──────┴───────────────────────────►│  stages  │
+                                                                                    └─ V ring ─┘
+    warpgroup 3 (pac_prepare)   requests of the tile ─► query rows ─► Q tiles;  lengths of the nodes ─► masks
+         (plan_guard)           lengths of all nodes, shared out ─► does the plan still hold?
+    warpgroups 0, 1             S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
+          (pac_compute)
+
+A segment is narrow or wide. Narrow: both computing warpgroups hold the same row tile and alternate blocks, and the lane
+of the last block merges their states at the end. Wide: each holds a row tile of its own and both work on every block,
+which is loaded once for 128 rows. The rings run on across segments, so loading never stops. Unmasked blocks come first
+in every segment and have a loop of their own; a masked block whose tokens all have the same readers is masked by row,
+others by token. All softmax state is float32 in units of log2, since exp2 is what the hardware computes. `pac_pipeline`
+has a table of the barriers. The paper's PAC is in section 4 (doi 10.1145/3802028).
+"""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.hopper import plan_guard, tensor_core
+from pallas_kernels.hopper.pac_compute import compute
+from pallas_kernels.hopper.pac_load import load_blocks
+from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
+from pallas_kernels.hopper.pac_prepare import prepare
+from pallas_kernels.hopper.packing import TILE_ROWS, Packing
+from pallas_kernels.plan_format import ForestArrays, PlanArrays, PlanGuard
+from pallas_kernels.varying import type_like, vary_like
+
+_LOADER, _PREPARER = LANES, LANES + 1
+_REGISTERS = {"compute": 208, "load": 40, "prepare": 56}  # of a thread; 4 x 128 threads share 65,536
+_LOG2E = math.log2(math.e)
+
+
+def pac(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    forest: ForestArrays,
+    plan: PlanArrays,
+    guard: PlanGuard,
+    *,
+    query_position: jax.Array | None = None,
+    readers_of_tokens: jax.Array | None = None,
+    stages: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute the partials of all segments.
+
+    Args:
+      query: [B, T, N, H], bfloat16 or float16, H a multiple of 64.
+      key_pages: [num_pages, page_tokens, K, H], page_tokens those of the plan, a multiple of 8.
+      value_pages: like key_pages.
+      forest: who reads what, and how long nodes are by now.
+      plan: blocks, segments and thread blocks.
+      guard: what the plan relies on.
+      query_position: int32 [tiles * tile_rows + 64], the position of each query row, for T > 1 tokens that are causal
+        among themselves; None otherwise.
+      readers_of_tokens: int32 [blocks, block_tokens], the rows that see each token, as in `Page.readers`; None if all
+        tokens of a page are seen by the same rows, up to causality.
+      stages: blocks in flight.
+      scale: factor on the scores.
+
+    Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
+    Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]: 1
+    where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
+    """
+    batch, tokens, num_q_heads, head_dim = query.shape
+    sizes = Sizes(
+        packing=Packing.of(plan.heads.group),
+        batch=batch,
+        query_tokens=tokens,
+        head_dim=head_dim,
+        page_tokens=plan.page_tokens,
+        pages_per_block=plan.block_pages.shape[1],
+        stages=stages,
+        factor=scale * _LOG2E,
+        causal=query_position is not None,
+        has_token_readers=readers_of_tokens is not None,
+        dtype=query.dtype,
+    )
+    num_ctas, partials = plan.cta_begin.shape[0], plan.num_partials
+    inputs = {
+        "query": query.reshape(batch * tokens, num_q_heads, head_dim),
+        "keys": key_pages.reshape(-1, *key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
+        "values": value_pages.reshape(-1, *value_pages.shape[2:]),
+        "request_of_row": forest.request_of_row,
+        "node_length": forest.length,
+        "block_pages": plan.block_pages,
+        "segments": plan.segments,
+        "cta_begin": plan.cta_begin,
+        "min_length": guard.min_length,
+        "max_length": guard.max_length,
+        "structure_hash": forest.structure_hash.reshape(1),
+        "planned_hash": guard.structure_hash.reshape(1),
+        "merge_ptr": plan.merge_ptr,
+        "used_rows": plan.used_rows,
+    }
+    if query_position is not None:
+        inputs |= {"node_start": forest.start, "query_position": query_position}
+    if readers_of_tokens is not None:
+        # One token for each thread of the warpgroup that prepares the mask.
+        padding = ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block))
+        inputs["readers_of_tokens"] = jnp.pad(readers_of_tokens, padding)
+    out_type = partial(type_like, vary_like(query, inputs))
+    outputs = {
+        "out": out_type((partials, TILE_ROWS, head_dim), jnp.float32),
+        "max": out_type((partials, TILE_ROWS), jnp.float32),
+        "sum": out_type((partials, TILE_ROWS), jnp.float32),
+        "violations": out_type((-(-num_ctas // plan_guard.GROUP) * plan_guard.GROUP,), jnp.int32),
+    }
+    scratch = _scratch(sizes)
+
+    def body(*refs: Any) -> None:
+        named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
+        named.query_buffers = tensor_core.query_views(named.query_buffers)
+        pipeline = Pipeline(named, sizes)
+
+        @pl.when(pipeline.warpgroup < LANES)
+        def _compute() -> None:
+            plgpu.set_max_registers(_REGISTERS["compute"], action="increase")
+            compute(pipeline)
+
+        @pl.when(pipeline.warpgroup == _LOADER)
+        def _load() -> None:
+            plgpu.set_max_registers(_REGISTERS["load"], action="decrease")
+            load_blocks(pipeline)
+
+        @pl.when(pipeline.warpgroup == _PREPARER)
+        def _prepare() -> None:
+            plgpu.set_max_registers(_REGISTERS["prepare"], action="decrease")
+            prepare(pipeline)
+            plan_guard.look(pipeline)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=list(scratch.values()),
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=LANES + 2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return kernel(*inputs.values())
+
+
+def _scratch(sizes: Sizes) -> dict[str, Any]:
+    """Describe shared memory and barriers."""
+    swizzle = plgpu.SwizzleTransform(128)
+    tiled = (plgpu.TilingTransform((8, 64)), swizzle)
+    ring = plgpu.SMEM((sizes.stages, sizes.block, sizes.head_dim), sizes.dtype, transforms=tiled)
+    state = (plgpu.TilingTransform((8, 32)), swizzle)
+    copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
+    return {
+        "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled),  # `Query`
+        "key_ring": ring,  # [stages, block, H]
+        "value_ring": ring,
+        # Readers, and positions with causal masks, of each token.
+        "mask": plgpu.SMEM((sizes.stages, 2 if sizes.causal else 1, MAX_BLOCK_TOKENS), jnp.int32),
+        # The state that one lane of a narrow segment hands to the other.
+        "state": plgpu.SMEM((TILE_ROWS, sizes.acc_columns), jnp.float32, transforms=state),
+        "state_rows": plgpu.SMEM((2, TILE_ROWS), jnp.float32),
+        "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * copies, num_barriers=buffers),
+        "query_together": plgpu.Barrier(num_arrivals=copies, num_barriers=buffers),
+        "query_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=buffers),
+        "keys_full": plgpu.Barrier(num_arrivals=sizes.pages_per_block + 1, num_barriers=rings),
+        "values_full": plgpu.Barrier(num_arrivals=sizes.pages_per_block, num_barriers=rings),
+        "keys_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
+        "values_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
+        "state_full": plgpu.Barrier(num_barriers=LANES),
+        "state_free": plgpu.Barrier(num_barriers=LANES),
+    }

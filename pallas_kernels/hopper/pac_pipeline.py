@@ -1,0 +1,136 @@
+"""Things that the warpgroups of PAC share: a thread block's segments, its references, and the barriers of its rings.
+
+    barrier          one for each     arrives, how often                        waits
+    query_together   query buffer     the copy of a tile in one piece,          both lanes, before the segment's scores;
+                                      once for each 64 columns                  the one of the two that the tile came by
+    query_scattered  query buffer     the copies of a tile unit by unit,        as query_together
+                                      once for each unit and 64 columns
+    query_free       query buffer     each lane, when the segment is done       preparer, before it fills the buffer
+    keys_full        stage, 3 sets    the copy of each page, the preparer once  the lanes that work on the block
+                                      (the mask is in place)
+    values_full      stage, 3 sets    the copy of each page                     the lanes that work on the block
+    keys_free        stage            each lane; in a narrow segment the lane   loader, before it fills the stage
+                                      of the block, twice
+    values_free      stage            as keys_free                              loader; preparer, for the mask's stage
+    state_full       lane that sends  that lane, for each part of its state     the lane that merges
+    state_free       lane that sends  the other lane, once to begin with and    the lane that sends
+                                      for each part that it has read
+
+A warpgroup must see every completion of a barrier that it waits on. So the full barriers have a set for each lane and
+one for both: blocks of one lane complete barriers that the other lane never looks at.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper.packing import Packing
+from pallas_kernels.plan_format import Segment
+
+#: Computing warpgroups, and so row tiles of a wide segment.
+LANES = 2
+#: KV tokens of a block, at most: one for each thread of the warpgroup that makes the mask.
+MAX_BLOCK_TOKENS = 128
+#: Set in the readers of every token of a block where all tokens have the same, and none is past its node's end.
+UNIFORM_READERS = -(1 << 31)
+
+
+class Query(NamedTuple):
+    """Two views of the query buffers, [buffers, H / 64, 64, 64]."""
+
+    units: Any  # as copies write them
+    tiles: Any  # as products read them
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All that is known when the kernel is compiled."""
+
+    packing: Packing
+    batch: int
+    query_tokens: int
+    head_dim: int
+    page_tokens: int
+    pages_per_block: int
+    stages: int
+    factor: float  # from scores to units of log2
+    causal: bool
+    has_token_readers: bool  # whether the rows that see a token are given, not those that see a page
+    dtype: Any
+
+    @property
+    def block(self) -> int:
+        """KV tokens of a block."""
+        return self.pages_per_block * self.page_tokens
+
+    @property
+    def acc_columns(self) -> int:
+        """Columns of the head that one accumulator holds."""
+        return self.head_dim if self.head_dim <= 128 else 64
+
+    @property
+    def query_parts(self) -> int:
+        """Arrays of 64 columns that make up a tile of the query; each is copied by itself."""
+        return self.head_dim // 64
+
+    @property
+    def query_buffers(self) -> int:
+        """Tiles of the query in shared memory; small ones are copied while as many are in use."""
+        return 2 * LANES if self.head_dim == 64 else LANES  # of 128 columns a third one fits, and gains nothing
+
+    @property
+    def max_units(self) -> int:
+        """Units of a tile that the query has at all."""
+        return min(self.packing.units, self.batch * self.query_tokens)
+
+
+class Pipeline:
+    """One thread block's view: every warpgroup walks the same segments and blocks, each in its role."""
+
+    def __init__(self, refs: Any, sizes: Sizes) -> None:
+        """Load what the thread block needs to begin with, in one round trip to memory.
+
+        `refs` has the inputs, outputs, shared memory and barriers that `pac` lists, by name.
+        """
+        self.refs, self.sizes = refs, sizes
+        self.warpgroup = lax.axis_index("warpgroup")
+        cta, columns = lax.axis_index("cta"), refs.cta_begin.shape[1]
+        self._first, self._last, *rest = (refs.cta_begin[cta, column] for column in range(columns))
+        self._first_segment = Segment(*rest[: len(Segment._fields)])
+        self.first_pages = tuple(rest[len(Segment._fields) :])
+
+    def each_segment(self, work: Callable[..., Any], carried: Any = None) -> Any:
+        """Call carried = work(segment, the next one, blocks done before it, buffer, carried) for every segment.
+
+        The next segment's fields are loaded meanwhile. `buffer` is the query buffer of tile0; tile1 of a wide segment
+        has the one after it. Returns what the last segment carried.
+        """
+        ref = self.refs.segments
+
+        def step(s: jax.Array, carry: tuple) -> tuple:
+            segment, done, buffer, carried = carry
+            at = jnp.minimum(s + 1, ref.shape[0] - 1)
+            following = Segment(*(ref[at, field] for field in range(len(Segment._fields))))
+            carried = work(segment, following, done, buffer, carried)
+            tiles = jnp.where(segment.is_wide, LANES, 1)
+            return following, done + segment.end - segment.begin, self.query_buffer(buffer + tiles), carried
+
+        begin = (self._first_segment, jnp.int32(0), jnp.int32(0), carried)
+        return lax.fori_loop(self._first, self._last, step, begin)[3]
+
+    def query_buffer(self, number: jax.Array) -> jax.Array:
+        """Return the query buffer of a number: they are filled in turn."""
+        return lax.rem(number, jnp.int32(self.sizes.query_buffers))
+
+    def stage(self, number: jax.Array) -> jax.Array:
+        """Where in the rings block `number` of this thread block lies."""
+        return lax.rem(number, jnp.int32(self.sizes.stages))
+
+    def full(self, barrier: Any, segment: Segment, number: jax.Array) -> Any:
+        """Pick the full barrier of block `number`: of the set of lane 0, of lane 1, or of both."""
+        lanes = jnp.where(segment.is_wide, LANES, lax.rem(number, jnp.int32(LANES)))
+        return barrier.at[lanes * self.sizes.stages + self.stage(number)]

@@ -1,0 +1,156 @@
+"""The preparing warpgroup of PAC: query rows from wherever their requests are, and masks from the nodes' lengths."""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper.compat import load
+from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, UNIFORM_READERS, Pipeline
+from pallas_kernels.plan_format import Page, Segment
+from pallas_kernels.token_mask import readers_of_token
+
+_MAX_AT_ONCE = 8  # loads in flight while gathering
+_FEW_PAGES = 4  # pages of a block whose entries are kept in registers while the copies of query rows are issued
+_THREAD = plgpu.Layout.WG_STRIDED((MAX_BLOCK_TOKENS,), 1)  # a token for each thread
+
+_Entries = tuple[Page, ...] | jax.Array  # or the readers of each token, where those are given
+
+
+class _PageMask(NamedTuple):
+    """One page of a block, as its mask needs it, lengths looked up."""
+
+    readers: jax.Array
+    valid: jax.Array  # tokens from the page's first to the end of its node
+    position: jax.Array | None  # of its first token, with causal masks
+
+
+_Masks = tuple[_PageMask, ...] | jax.Array  # or the readers of each token
+
+
+def prepare(pipeline: Pipeline) -> None:
+    """Fill the query buffers, a tile for each lane, and the ring of masks."""
+    refs, sizes = pipeline.refs, pipeline.sizes
+
+    def work(segment: Segment, _: Segment, done: jax.Array, buffer: jax.Array, __: None) -> None:
+        # Asked for ahead of the query rows where registers allow: what the first mask needs takes two trips to memory.
+        early = _entries_of(pipeline, segment.first_masked) if sizes.pages_per_block <= _FEW_PAGES else None
+        _gather(pipeline, segment.tile0, segment.query_start0, segment.head, buffer)
+        looked_up = None if early is None else _look_up(pipeline, early)
+
+        @pl.when(segment.is_wide)
+        def _second_tile() -> None:
+            _gather(pipeline, segment.tile1, segment.query_start1, segment.head, pipeline.query_buffer(buffer + 1))
+
+        def step(i: jax.Array, masks: _Masks, masked: bool) -> _Masks:
+            number = done + i
+            stage = pipeline.stage(number)
+            # Loads take as long as a block: ask for the next block's pages now.
+            following = _entries_of(pipeline, segment.begin + i + 1) if masked else None
+            planes = _mask_planes(pipeline, masks) if masked else []
+
+            @pl.when(number >= sizes.stages)
+            def _wait() -> None:
+                plgpu.barrier_wait(refs.values_free.at[stage])
+
+            for plane, values in enumerate(planes):
+                refs.mask.at[stage, plane][...] = values
+            plgpu.barrier_arrive(pipeline.full(refs.keys_full, segment, number))
+            return masks if following is None else _look_up(pipeline, following)
+
+        middle = segment.first_masked - segment.begin
+        masks = looked_up
+        if early is None:
+            masks = _look_up(pipeline, _entries_of(pipeline, segment.first_masked))
+        masks = lax.fori_loop(0, middle, functools.partial(step, masked=False), masks)
+        lax.fori_loop(middle, segment.end - segment.begin, functools.partial(step, masked=True), masks)
+
+    pipeline.each_segment(work)
+
+
+def _gather(pipeline: Pipeline, tile: jax.Array, start: jax.Array, head: jax.Array, buffer: jax.Array) -> None:
+    """Copy the rows of a tile to a query buffer, together if they are consecutive in the query, or unit by unit."""
+    refs, sizes = pipeline.refs, pipeline.sizes
+    packing, tokens = sizes.packing, sizes.query_tokens
+    rows = packing.rows_of_unit
+    target = refs.query_buffers.units.at[buffer]
+    at_once = max(number for number in range(1, _MAX_AT_ONCE + 1) if packing.units % number == 0)
+
+    def copy(entry: Any, count: int, part: Any, place: Any, arrived: Any) -> None:
+        """Copy `count` consecutive entries of the query to where unit `place` of the tile begins."""
+        heads = pl.ds(head * packing.group + part * rows, rows)
+        for at in range(sizes.query_parts):
+            plgpu.copy_gmem_to_smem(
+                refs.query.at[pl.ds(entry, count), heads, pl.ds(at * 64, 64)],  # [count, rows, 64]
+                tensor_core.view_units(target.at[at], place, count=count, packing=packing),
+                arrived.at[buffer],
+            )
+
+    def some(i: jax.Array, _: None) -> None:
+        units = [i * at_once + j for j in range(at_once)]
+        places = [packing.unit(tile * packing.units + unit, sizes.batch, tokens) for unit in units]
+        requests = [refs.request_of_row[row] for row, _, _ in places]
+        for unit, request, (_, token, part) in zip(units, requests, places, strict=True):
+            copy(request * tokens + token, 1, part, unit, refs.query_scattered)
+
+    plgpu.barrier_wait(refs.query_free.at[buffer])
+
+    @pl.when(start >= 0)
+    def _together() -> None:
+        copy(start, sizes.max_units, 0, 0, refs.query_together)
+
+    @pl.when(start < 0)
+    def _unit_by_unit() -> None:
+        lax.fori_loop(0, packing.units // at_once, some, None)
+
+
+def _entries_of(pipeline: Pipeline, block: jax.Array) -> _Entries:
+    """Load the entries of a block's pages."""
+    ref, sizes = pipeline.refs.block_pages, pipeline.sizes
+    at = jnp.minimum(block, ref.shape[0] - 1)
+    if sizes.has_token_readers:
+        return load(pipeline.refs.readers_of_tokens.at[at], _THREAD)
+    fields = range(1, len(Page._fields))
+    return tuple(Page(None, *(ref[at, j, field] for field in fields)) for j in range(sizes.pages_per_block))
+
+
+def _look_up(pipeline: Pipeline, entries: _Entries) -> _Masks:
+    """Load the lengths (and positions) of the nodes that a block's pages belong to."""
+    if isinstance(entries, jax.Array):
+        return entries
+    refs = pipeline.refs
+    return tuple(
+        _PageMask(
+            readers=page.readers,
+            valid=refs.node_length[page.node] - page.token,
+            position=refs.node_start[page.node] + page.token if pipeline.sizes.causal else None,
+        )
+        for page in entries
+    )
+
+
+def _mask_planes(pipeline: Pipeline, masks: _Masks) -> list[jax.Array]:
+    """Readers (and positions) of each token of a block; no reader, where a page is not full.
+
+    Without causality, readers are marked where all tokens have the same, so that a block may be masked by row.
+    """
+    if isinstance(masks, jax.Array):
+        return [masks]
+    page_tokens = jnp.int32(pipeline.sizes.page_tokens)
+    index = plgpu.broadcasted_iota(jnp.int32, (MAX_BLOCK_TOKENS,), 0, layout=_THREAD)
+    page_of, offset = lax.div(index, page_tokens), lax.rem(index, page_tokens)
+    readers = position = plgpu.layout_cast(jnp.full((MAX_BLOCK_TOKENS,), 0, jnp.int32), _THREAD)
+    for j, page in enumerate(masks):
+        readers = jnp.where(page_of == j, readers_of_token(page.readers, offset, page.valid), readers)
+        if page.position is not None:
+            position = jnp.where(page_of == j, page.position + offset, position)
+    if pipeline.sizes.causal:
+        return [readers, position]
+    uniform = [(page.readers == masks[0].readers) & (page.valid >= page_tokens) for page in masks]
+    return [readers | jnp.where(functools.reduce(operator.and_, uniform), UNIFORM_READERS, 0)]

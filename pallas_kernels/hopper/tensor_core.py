@@ -1,0 +1,57 @@
+"""Work that only a GPU does: products by wgmma, and two views of one shared memory."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.compat import transposed
+from pallas_kernels.hopper.pac_pipeline import Pipeline, Query, Sizes
+from pallas_kernels.hopper.packing import TILE_ROWS, Packing
+
+
+def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple) -> Any:
+    """Describe the query buffers.
+
+    Of 64 columns, rows follow each other in the same places with and without tiles of 8 rows. Both views begin where
+    their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
+    """
+    shape = (sizes.query_buffers, sizes.query_parts, TILE_ROWS, 64)
+    return plgpu.RefUnion(*(plgpu.SMEM(shape, sizes.dtype, transforms=view) for view in ((swizzle,), tiled)))
+
+
+def query_views(refs: Any) -> Query:
+    """Name the two views."""
+    return Query(*refs)
+
+
+def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
+    """View `count` units of 64 columns of a tile, from the first on, as [count, rows, 64]."""
+    rows = packing.rows_of_unit
+    return ref.at[pl.ds(first * rows, count * rows)].reshape(count, rows, 64)
+
+
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, stage: jax.Array) -> jax.Array:
+    """Return the products of a tile of the query and a block of keys, [64, block]."""
+    refs, sizes = pipeline.refs, pipeline.sizes
+
+    def products(scores_ref: Any) -> jax.Array:
+        for part in range(sizes.query_parts):
+            keys = refs.key_ring.at[stage, :, pl.ds(part * 64, 64)]
+            plgpu.wgmma(scores_ref, refs.query_buffers.tiles.at[buffer, part], transposed(keys))
+        return scores_ref[...]
+
+    return pl.run_scoped(products, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))
+
+
+def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: jax.Array, stage: jax.Array) -> list[jax.Array]:
+    """Add the products of weights [64, block] and a block of values to accumulators, [64, acc_columns] each."""
+    values, columns = pipeline.refs.value_ring, pipeline.sizes.acc_columns
+
+    def products(acc_refs: list[Any]) -> None:
+        for i, acc_ref in enumerate(acc_refs):
+            plgpu.wgmma(acc_ref, weights, values.at[stage, :, pl.ds(i * columns, columns)])
+
+    return pl.run_state(products)([plgpu.ACC.init(acc) for acc in accs])

@@ -1,0 +1,62 @@
+"""Which calls the Hopper kernels take, and how plans for them cut the work, by head size."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.family import Tiling
+from pallas_kernels.heads import Heads, Scores
+from pallas_kernels.hopper.packing import Packing
+from pallas_kernels.plan_format import PlanArrays
+
+
+class Block(NamedTuple):
+    """The fastest sizes among those that fit the shared memory of a multiprocessor, 227 KiB."""
+
+    tokens: int  # KV tokens
+    stages: int  # blocks in flight
+
+
+#: Where thread blocks have little to do, short blocks, which can be dealt out more evenly and are done sooner after the
+#: last load; where they have much, long ones, which keep the tensor cores busy. `python -m benchmarks.tune` measures
+#: the alternatives.
+BLOCKS = {64: (Block(128, 3), Block(128, 3)), 128: (Block(64, 2), Block(128, 2)), 256: (Block(64, 2), Block(64, 2))}
+#: What is much, in KV tokens for each thread block. Tokens that another tile reads again wait for no memory, so that
+#: arithmetic decides sooner.
+_MUCH = (4096, 512)
+_LANES = 2
+_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def tiling(heads: Heads, device: jax.Device) -> Tiling:
+    """Return how plans are to be cut."""
+    little, much = BLOCKS[heads.head_dim]
+    tile_rows = Packing.of(heads.group).tile_rows
+    return Tiling(device.core_count, tile_rows, _LANES, (little.tokens, much.tokens), _MUCH)
+
+
+def stages_of(head_dim: int, block_tokens: int) -> int | None:
+    """Return how many blocks are in flight, or None for a block that the kernels do not take."""
+    return next((block.stages for block in BLOCKS[head_dim] if block.tokens == block_tokens), None)
+
+
+def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanArrays | None = None) -> str | None:
+    """Say why the kernels cannot serve a call on a device; None if they can."""
+    if device.platform != "gpu" or not str(device.compute_capability).startswith("9."):
+        return f"it needs a Hopper GPU (sm_90), the default device is {device.device_kind}"
+    if heads.query_dtype not in _DTYPES or heads.kv_dtype != heads.query_dtype:
+        return f"it takes bfloat16 or float16, the same for all, got {heads.query_dtype} and {heads.kv_dtype}"
+    if heads.head_dim not in BLOCKS or heads.value_head_dim != heads.head_dim:
+        got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"
+        return f"it takes head sizes {', '.join(map(str, BLOCKS))}, the same for keys and values, got {got}"
+    if plan is None:
+        return None
+    wanted = tiling(heads, device)
+    if (plan.tile_rows, plan.lanes) != wanted[1:3] or plan.block_tokens not in wanted.block_tokens:
+        return (
+            f"it takes plans of {wanted.tile_rows} rows a tile, {wanted.lanes} lanes and blocks of "
+            f"{' or '.join(map(str, sorted(set(wanted.block_tokens))))} tokens, got {plan.tile_rows} rows, "
+            f"{plan.lanes} lanes and blocks of {plan.block_tokens} tokens"
+        )
+    return None
