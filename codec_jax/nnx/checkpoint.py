@@ -24,7 +24,8 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from codec_jax.nnx.checkpoint_config import read_config, read_max_context, read_stop_tokens
+from codec_jax import checks
+from codec_jax.nnx.checkpoint_config import read_config, read_max_context, read_stop_tokens, shown
 from codec_jax.nnx.decoder import Decoder, DecoderConfig
 from codec_jax.nnx.weights import filled_decoder, parameter_shapes
 
@@ -54,18 +55,11 @@ _DTYPES = ("BF16", "F16", "F32")
 
 
 class _Tensor(NamedTuple):
-    """What the header of a safetensors file says of a tensor."""
+    """A tensor, as the header of a safetensors file describes it."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-class _Source(NamedTuple):
-    """Where a tensor is."""
-
-    file: Path
-    name: str
 
 
 @dataclass(frozen=True)
@@ -76,28 +70,33 @@ class Checkpoint:
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...]  # those that end a text
     max_context: int  # tokens that the model was made for
-    sources: Mapping[str, tuple[_Source, ...]]  # what each parameter is made of, by its path in the decoder
-
-    @property
-    def files(self) -> set[Path]:
-        """Return the files that hold the weights."""
-        return {source.file for sources in self.sources.values() for source in sources}
+    files: frozenset[Path]  # all that were read or will be
+    sources: Mapping[str, tuple[tuple[Path, str], ...]]  # file and name of each tensor that a parameter is made of
 
     def load(self, dtype: DTypeLike = jnp.bfloat16, *, progress: bool = False) -> Decoder:
-        """Read the weights to the default device; `dtype` is that of weights, activations and KV cache.
+        """Read the weights to the default device, one parameter after another.
 
-        The host holds the tensors of one parameter at a time, and no other weights are made first. `progress` shows a
-        bar. Raises ValueError for a dtype other than float32, bfloat16 and float16.
+        The host holds the tensors of one parameter at a time, and no other weights are made first.
+
+        Args:
+          dtype: float32, bfloat16 or float16, of weights, activations and KV cache, whatever the files have.
+          progress: show a bar.
+
+        Raises ValueError for another dtype, and what reading raises if the files are no longer as they were.
+
+        >>> model = open_checkpoint("Qwen3-4B").load()
+        >>> logits = jax.jit(model)(np.asarray([[1, 2, 3]]))  # [B, T, V], float32
         """
-        if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {jnp.dtype(dtype)}")
+        checks.float_dtype("dtype", dtype)
         config = replace(self.config, dtype=dtype, param_dtype=dtype)
         with ExitStack() as stack:
-            files = {file: stack.enter_context(safe_open(file, framework="numpy")) for file in self.files}
+            files = {file for sources in self.sources.values() for file, _ in sources}
+            opened = {file: stack.enter_context(safe_open(file, framework="numpy")) for file in files}
 
             def weight(path: str, _: jax.ShapeDtypeStruct) -> Array:
-                tensors = [files[file].get_tensor(name) for file, name in self.sources[path]]
-                return _place(tensors, _is_linear(path), dtype)
+                return _place(
+                    [opened[file].get_tensor(name) for file, name in self.sources[path]], _is_linear(path), dtype
+                )
 
             return filled_decoder(config, weight, progress=progress)
 
@@ -106,12 +105,17 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Read everything but the weights of a Hugging Face checkpoint of the Qwen3 or Llama family.
 
     Args:
-      directory: holds config.json, model.safetensors or its shards (with or without an index), tokenizer.json and
-        perhaps generation_config.json.
+      directory: holds config.json, model.safetensors or its shards (with or without an index) in float32, bfloat16 or
+        float16, tokenizer.json and perhaps generation_config.json.
 
     Raises ValueError that lists all that is wrong with the checkpoint: tensors that are missing, unknown, of another
-    shape or truncated, an architecture or a setting that `Decoder` does not compute, tokens that the model does not
-    have. Raises NotADirectoryError if there is no such directory.
+    shape or dtype, or truncated, an architecture or a setting that `Decoder` does not compute, tokens that the model
+    does not have. Raises NotADirectoryError if there is no such directory.
+
+    >>> checkpoint = open_checkpoint("Qwen3-4B")
+    >>> checkpoint.config.qk_norm
+    True
+    >>> tokens = checkpoint.tokenizer.encode("Once upon a time").ids
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -119,33 +123,29 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
             f"directory: expected one with config.json, weights and tokenizer.json, got {directory}"
         )
     problems: list[str] = []
-    given = _read_json(directory / "config.json", problems)
-    generation_file = directory / "generation_config.json"
-    generation = _read_json(generation_file, problems) if generation_file.exists() else None
-    tokenizer = _read_tokenizer(directory / "tokenizer.json", problems)
+    files = [directory / name for name in ("config.json", "tokenizer.json", "generation_config.json")]
+    given = _read_json(files[0], problems)
+    tokenizer = _read_tokenizer(files[1], problems)
+    generation = _read_json(files[2], problems) if files[2].exists() else None
     headers = _read_headers(directory, problems)
-    if given is None:
-        raise _refusal(directory, problems)
-    config = read_config(given, problems)
-    max_context = read_max_context(given, problems)
-    stop_tokens = read_stop_tokens(given, generation or {}, problems)
-    sources = {} if config is None else _match(config, headers, problems)
-    if tokenizer is not None and type(given.get("vocab_size")) is int:
-        first = [given["bos_token_id"]] if type(given.get("bos_token_id")) is int else []
-        _check_tokens(tokenizer, given["vocab_size"], [*first, *stop_tokens], problems)
+    if given is not None:
+        config = read_config(given, problems)
+        max_context = read_max_context(given, problems)
+        stop_tokens = read_stop_tokens(given, generation or {}, problems)
+        sources = {} if config is None else _match(config, headers, problems)
+        if tokenizer is not None and type(given.get("vocab_size")) is int:
+            first = [given["bos_token_id"]] if type(given.get("bos_token_id")) is int else []
+            _check_tokens(tokenizer, given["vocab_size"], [*first, *stop_tokens], problems)
     if problems or config is None or tokenizer is None:
-        raise _refusal(directory, problems)
-    return Checkpoint(config, tokenizer, stop_tokens, max_context, sources)
-
-
-def _refusal(directory: Path, problems: list[str]) -> ValueError:
-    return ValueError("\n  ".join([f"{directory}: expected a checkpoint that the decoder can run, but", *problems]))
+        raise ValueError("\n  ".join([f"{directory}: expected a checkpoint that the decoder can run, but", *problems]))
+    read = {file for file in files if file.exists()} | {file for tensors in sources.values() for file, _ in tensors}
+    return Checkpoint(config, tokenizer, stop_tokens, max_context, frozenset(read), sources)
 
 
 def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
         content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{file.name}: expected a JSON file, got {error}")
         return None
     if not isinstance(content, dict):
@@ -178,7 +178,7 @@ def _check_tokens(tokenizer: Tokenizer, vocab_size: int, special: list[int], pro
             f"got {len(beyond)} beyond it, up to {beyond[-1]}"
         )
     for token in special:
-        if token >= vocab_size or tokenizer.id_to_token(token) is None:
+        if not 0 <= token < vocab_size or tokenizer.id_to_token(token) is None:
             problems.append(
                 f"tokenizer.json: expected the token {token}, which the model's configuration names as the first or "
                 "last of a text, got none; is it the tokenizer of another model?"
@@ -189,7 +189,7 @@ def _check_tokens(tokenizer: Tokenizer, vocab_size: int, special: list[int], pro
 
 
 class _Headers(NamedTuple):
-    """What the headers of all files say."""
+    """The headers of all files."""
 
     tensors: dict[str, _Tensor]
     unread: set[str] | None  # tensors in files that could not be read; None if nothing says which these are
@@ -219,34 +219,41 @@ def _read_headers(directory: Path, problems: list[str]) -> _Headers:
                         )
                     header = opened.get_slice(name)
                     tensors[name] = _Tensor(file, tuple(header.get_shape()), header.get_dtype())
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             problems.append(f"{file.name}: expected a whole safetensors file, got {error}")
-            broken.add(file.name)
+            broken.add(file)
     if not files or (broken and not file_of):
         return _Headers(tensors, None)
-    return _Headers(tensors, {name for name, file in file_of.items() if file in broken})
+    return _Headers(tensors, {name for name, file in file_of.items() if directory / file in broken})
 
 
 def _read_index(file: Path, problems: list[str]) -> dict[str, str]:
-    """Return the file of each tensor."""
+    """Return the file of each tensor, {} if some are none in the directory."""
     content = _read_json(file, problems)
     if content is None:
         return {}
     file_of = content.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()) or not file_of:
-        problems.append(f"{file.name}: expected a file name for each tensor as weight_map, got {str(file_of)[:40]}")
+        problems.append(f"{file.name}: expected a file name for each tensor as weight_map, got {shown(file_of)}")
         return {}
-    return file_of
+    outside = {name: path for name, path in file_of.items() if Path(path).is_absolute() or ".." in Path(path).parts}
+    for name, path in outside.items():
+        problems.append(f"{file.name}: expected files in the directory, got {shown(path)} for {name}")
+    return {} if outside else file_of
 
 
-def _match(config: DecoderConfig, headers: _Headers, problems: list[str]) -> dict[str, tuple[_Source, ...]]:
+def _match(config: DecoderConfig, headers: _Headers, problems: list[str]) -> dict[str, tuple[tuple[Path, str], ...]]:
     """Find the tensors of every parameter."""
-    names = {path: _tensor_names(path) for path in parameter_shapes(config)}
-    shapes = {
-        name: shape
-        for path, parameter in parameter_shapes(config).items()
-        for name, shape in zip(names[path], _tensor_shapes(config, path, parameter.shape), strict=True)
-    }
+    known = len(headers.tensors) + len(headers.unread or ())
+    if config.num_layers > known:  # a layer has several: listing all that are missing might take for ever
+        if headers.unread is not None:
+            problems.append(
+                f"config.json: expected num_hidden_layers of at most {known}, as many as there are tensors, "
+                f"got {config.num_layers}"
+            )
+        return {}
+    parts = {path: _parts(config, path, shape.shape) for path, shape in parameter_shapes(config).items()}
+    shapes = {name: shape for tensors in parts.values() for name, shape in tensors.items()}
     for name, tensor in headers.tensors.items():
         if re.fullmatch(_UNNEEDED, name) or (name == "lm_head.weight" and config.tied_embeddings):
             continue
@@ -265,7 +272,7 @@ def _match(config: DecoderConfig, headers: _Headers, problems: list[str]) -> dic
         problems.extend(f"{name}: expected this tensor, got none" for name in sorted(missing - headers.unread))
     if missing:
         return {}
-    return {path: tuple(_Source(headers.tensors[name].file, name) for name in names[path]) for path in names}
+    return {path: tuple((headers.tensors[name].file, name) for name in tensors) for path, tensors in parts.items()}
 
 
 def _is_linear(path: str) -> bool:
@@ -273,22 +280,18 @@ def _is_linear(path: str) -> bool:
     return path.endswith(".kernel")
 
 
-def _tensor_names(path: str) -> list[str]:
-    """Return the tensors that a parameter is made of."""
+def _parts(config: DecoderConfig, path: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors that a parameter of the given shape is made of."""
     layer, names = "", _TENSORS.get(path)
     if names is None:
         _, number, rest = path.split(".", 2)
         layer, names = f"model.layers.{number}.", _TENSORS_OF_BLOCK[rest]
-    return [f"{layer}{name}.weight" for name in names]
-
-
-def _tensor_shapes(config: DecoderConfig, path: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors that a parameter of the given shape is made of."""
-    if not _is_linear(path):
-        return [shape]
-    inputs, outputs = shape
-    joined = {"query_key_value": config.query_key_value_sizes, "gate_up": config.gate_up_sizes}
-    return [(size, inputs) for size in joined.get(path.split(".")[-2], (outputs,))]
+    shapes = [shape]
+    if _is_linear(path):
+        inputs, outputs = shape
+        joined = {"query_key_value": config.query_key_value_sizes, "gate_up": config.gate_up_sizes}
+        shapes = [(size, inputs) for size in joined.get(path.split(".")[-2], (outputs,))]
+    return {f"{layer}{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
 
 
 @partial(jax.jit, static_argnames=("transpose", "dtype"))

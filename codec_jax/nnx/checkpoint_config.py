@@ -21,20 +21,31 @@ _HONOURED = {
     "quantization_config": None,
 }
 
+#: Field of `DecoderConfig` -> key.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "mlp_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_q_heads": "num_attention_heads",
+}
+
 
 def read_config(given: Mapping[str, Any], problems: list[str]) -> DecoderConfig | None:
     """Return the decoder that config.json describes, None without a known family and sizes that fit each other.
 
     Everything that `Decoder` does not compute is added to `problems`, also where a config is returned.
     """
-    family = given.get("model_type")
-    architecture, qk_norm = FAMILIES.get(str(family), ("", False))
+    family, tied = given.get("model_type"), given.get("tie_word_embeddings")
+    architecture, qk_norm = FAMILIES.get(family if isinstance(family, str) else "", ("", False))
     if not architecture:
-        problems.append(f"config.json: expected model_type to be one of {', '.join(FAMILIES)}, got {_shown(family)}")
+        problems.append(f"config.json: expected model_type to be one of {', '.join(FAMILIES)}, got {shown(family)}")
     elif given.get("architectures") not in (None, [architecture]):
         problems.append(
-            f"config.json: expected architectures = {_shown([architecture])}, got {_shown(given['architectures'])}"
+            f"config.json: expected architectures = {shown([architecture])}, got {shown(given['architectures'])}"
         )
+    if not isinstance(tied, bool | None):
+        problems.append(f"config.json: expected true or false as tie_word_embeddings, got {shown(tied)}")
     for name, honoured in _HONOURED.items():
         _require(given, name, honoured, problems)
     layers = given.get("layer_types") or []
@@ -43,21 +54,12 @@ def read_config(given: Mapping[str, Any], problems: list[str]) -> DecoderConfig 
     if windowed or not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
         problems.append(
             "config.json: expected full attention in every layer, "
-            f"got sliding_window = {_shown(given.get('sliding_window'))}, layer_types = {_shown(layers)}"
+            f"got sliding_window = {shown(given.get('sliding_window'))}, layer_types = {shown(layers)}"
         )
     theta, scaling = _read_rope(given, problems)
     epsilon = _number(given, "rms_norm_eps", problems, default=1e-6, whole=False)
 
-    sizes = {
-        ours: _number(given, theirs, problems)
-        for ours, theirs in (
-            ("vocab_size", "vocab_size"),
-            ("hidden_size", "hidden_size"),
-            ("mlp_size", "intermediate_size"),
-            ("num_layers", "num_hidden_layers"),
-            ("num_q_heads", "num_attention_heads"),
-        )
-    }
+    sizes = {ours: _number(given, theirs, problems) for ours, theirs in _SIZES.items()}
     q_heads, hidden_size = sizes["num_q_heads"], sizes["hidden_size"]
     sizes["num_kv_heads"] = _number(given, "num_key_value_heads", problems, default=q_heads)
     head_dim = hidden_size // q_heads if hidden_size and q_heads else None
@@ -71,7 +73,7 @@ def read_config(given: Mapping[str, Any], problems: list[str]) -> DecoderConfig 
             rope_scaling=scaling,
             norm_epsilon=epsilon or 1.0,
             qk_norm=qk_norm,
-            tied_embeddings=bool(given.get("tie_word_embeddings")),
+            tied_embeddings=bool(tied),
         )
     except ValueError as error:
         problems.append(f"config.json: {error}")
@@ -89,7 +91,7 @@ def read_stop_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], p
     tokens = given.get("eos_token_id")
     tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
     if any(type(token) is not int or token < 0 for token in tokens):
-        problems.append(f"{name}: expected token ids as eos_token_id, got {_shown(given['eos_token_id'])}")
+        problems.append(f"{name}: expected token ids as eos_token_id, got {shown(given['eos_token_id'])}")
         return ()
     return tuple(tokens)
 
@@ -99,7 +101,7 @@ def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float | N
     place = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
     rope = given.get(place) or {}
     if not isinstance(rope, dict):
-        problems.append(f"config.json: expected an object as {place}, got {_shown(rope)}")
+        problems.append(f"config.json: expected an object as {place}, got {shown(rope)}")
         return None, None
     both = {**given, **rope}
     theta = _number(both, "rope_theta", problems, default=10_000.0, whole=False)
@@ -109,7 +111,7 @@ def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float | N
         return theta, None
     if kind != "llama3":
         problems.append(
-            f"config.json: expected {place} of type default or llama3, which the decoder computes, got {_shown(rope)}"
+            f"config.json: expected {place} of type default or llama3, which the decoder computes, got {shown(rope)}"
         )
         return theta, None
     place += "."
@@ -131,8 +133,8 @@ def _require(given: Mapping[str, Any], name: str, honoured: Any, problems: list[
     """Say so if a key has another value than the only one that `Decoder` computes."""
     if given.get(name) not in (None, honoured):
         problems.append(
-            f"config.json: expected {name} = {_shown(honoured)}, which is what the decoder computes, "
-            f"got {_shown(given[name])}"
+            f"config.json: expected {name} = {shown(honoured)}, which is what the decoder computes, "
+            f"got {shown(given[name])}"
         )
 
 
@@ -145,17 +147,21 @@ def _number(
     whole: bool = True,
     place: str = "",
 ) -> Any:
-    """Return a positive number, or None and say why not."""
+    """Return a positive number, or None and say why there is none."""
     value: Any = given.get(name)
     if value is None and default is not None:
         return default
-    kinds = (int,) if whole else (int, float)
-    if type(value) in kinds and 0 < value < float("inf"):  # bool is an int, but no number here
+    # Within int32 and float32. A bool is an int, but no number here.
+    kinds, low, high, kind = ((int,), 1, 2**31 - 1, "whole number") if whole else ((int, float), 1e-37, 1e37, "number")
+    if type(value) in kinds and low <= value <= high:
         return value
-    kind = "whole number" if whole else "number"
-    problems.append(f"config.json: expected a positive {kind} as {place}{name}, got {_shown(value)}")
+    problems.append(f"config.json: expected a {kind} from {low} to {high} as {place}{name}, got {shown(value)}")
     return None
 
 
-def _shown(value: Any) -> str:
-    return json.dumps(value)
+def shown(value: Any) -> str:
+    """Return a value as JSON, or as much of it as a message has room for."""
+    try:
+        return json.dumps(value)[:1000]
+    except RecursionError:
+        return "something nested too deeply"

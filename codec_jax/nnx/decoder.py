@@ -18,17 +18,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.attention import forest_attention
-from codec_jax.drafts import DraftTrees
-from codec_jax.forest import Forest
+from codec_jax.forest import NO_SLOT, DraftTrees, Forest, KVPages
 from codec_jax.nnx.norm import RMSNorm, reciprocal_root_mean_square
 from codec_jax.nnx.rope import Llama3Scaling, rotate
-from codec_jax.pages import NO_SLOT, KVPages
-from codec_jax.plan import Plan
+from codec_jax.planning import Plan
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and variants of a decoder. Llama 3: no q/k norm, and from 3.1 on rope_scaling; Qwen3: q/k norm."""
+    """Sizes and variants of a decoder. Llama 3: no q/k norm, and from 3.1 on rope_scaling; Qwen3: q/k norm.
+
+    Raises ValueError for sizes that cannot be.
+
+    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> config.new_cache(num_pages=8, page_size=16)[0].key.shape
+    (8, 16, 2, 16)
+    """
 
     vocab_size: int
     hidden_size: int
@@ -50,7 +55,12 @@ class DecoderConfig:
         for name in (
             "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim",
         ):  # fmt: skip
-            checks.positive(name, getattr(self, name))
+            checks.integer(name, getattr(self, name))
+        for name in ("rope_theta", "norm_epsilon"):
+            if not checks.number(name, value := getattr(self, name)) > 0:
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+        for name in ("dtype", "param_dtype"):
+            checks.float_dtype(name, getattr(self, name))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_q_heads}"
@@ -69,12 +79,36 @@ class DecoderConfig:
         """Columns of the MLP's gate and up projection, in this order, in the product that computes both."""
         return self.mlp_size, self.mlp_size
 
+    def new_cache(self, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
+        """Return empty KV pages for every layer.
+
+        Args:
+          num_pages: pages of each layer.
+          page_size: tokens in a page.
+        """
+        return tuple(
+            KVPages.zeros(num_pages, page_size, self.num_kv_heads, self.head_dim, self.dtype)
+            for _ in range(self.num_layers)
+        )
+
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions and optional q/k norm."""
+    """Grouped-query attention with rotary positions and optional q/k norm.
+
+    >>> from codec_jax.nnx import Attention
+    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> attention = Attention(config, nnx.Rngs(0))
+    >>> jax.jit(attention)(jnp.ones((1, 3, 32), jnp.bfloat16), jnp.arange(3)[None]).shape
+    (1, 3, 32)
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
-        """Create the two projections and the norms."""
+        """Create the two projections and the norms.
+
+        Args:
+          config: sizes of the decoder.
+          rngs: draw the weights.
+        """
         self.config = config
         width, head = config.hidden_size, config.head_dim
         # One product instead of three: each has a launch of its own, and small ones do not fill a GPU.
@@ -85,7 +119,14 @@ class Attention(nnx.Module):
             self.key_norm = _norm(config, head)
 
     def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Dense causal attention among the T tokens."""
+        """Dense causal attention among the T tokens.
+
+        Args:
+          x: [B, T, D], hidden states.
+          positions: [B, T], integers.
+
+        Returns [B, T, D].
+        """
         query, key, value = self._project(x, positions)
         return self._merge(jax.nn.dot_product_attention(query, key, value, is_causal=True))
 
@@ -100,7 +141,17 @@ class Attention(nnx.Module):
         drafts: DraftTrees | None = None,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "B T D"], KVPages]:
-        """Store K and V of the T tokens in their slots, then attend to each request's whole context."""
+        """Store K and V of the T tokens in their slots, then attend to each request's whole context. Jittable.
+
+        Args:
+          x: [B, T, D], hidden states of each request's last T tokens.
+          positions: [B, T], from `Forest.positions`, or `DraftTrees.positions`.
+          slots: [B, T], from `Forest.slots`; NO_SLOT for what is not to be stored.
+          pages: K and V of this layer.
+          forest, plan, drafts, implementation: as in `forest_attention`.
+
+        Returns [B, T, D] and the pages.
+        """
         query, key, value = self._project(x, positions)
         pages = pages.write(slots, key, value)
         out = forest_attention(
@@ -116,7 +167,7 @@ class Attention(nnx.Module):
         turning, value = jnp.split(heads, [config.num_q_heads + config.num_kv_heads], axis=2)
         exact = turning.astype(jnp.float32)
         if config.qk_norm:
-            exact *= reciprocal_root_mean_square(exact, config.norm_epsilon) * self._head_scales()
+            exact *= reciprocal_root_mean_square(exact, config.norm_epsilon) * self._head_scales()[None, None]
         turned = rotate(exact, positions, config.rope_theta, config.rope_scaling).astype(heads.dtype)
         query, key = jnp.split(turned, [config.num_q_heads], axis=2)
         return query, key, value
@@ -181,10 +232,26 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token embedding, blocks, final norm and output head."""
+    """Token embedding, blocks, final norm and output head.
+
+    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> model = Decoder(config, nnx.Rngs(0))
+    >>> jax.jit(model)(np.asarray([[1, 2, 3]])).shape  # logits [B, T, V]
+    (1, 3, 64)
+    >>> forest, pool = Forest.from_nodes([-1], [30], [0]).reserve(PagePool.create(8, np.arange(2)), 1)
+    >>> plan = make_plan(forest, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> hidden, cache = jax.jit(model.decode)(np.asarray([[1]]), model.new_cache(8, 16), forest.extend(), plan)
+    >>> model.logits(hidden).shape
+    (1, 1, 64)
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
-        """Create all layers with random weights."""
+        """Create all layers with random weights.
+
+        Args:
+          config: sizes and variants.
+          rngs: draw the weights.
+        """
         self.config = config
         self.embedding = nnx.Embed(
             config.vocab_size,
@@ -200,7 +267,13 @@ class Decoder(nnx.Module):
             self.head = _linear(config, config.hidden_size, config.vocab_size, rngs)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        """Logits of every position by dense causal attention: for training, and as the reference for decoding."""
+        """Logits of every position by dense causal attention: for training, and as the reference for decoding.
+
+        Args:
+          tokens: [B, T], token ids.
+
+        Returns [B, T, V], float32.
+        """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -218,12 +291,23 @@ class Decoder(nnx.Module):
         store: Bool[Array, "B T"] | bool = True,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[KVPages, ...]]:
-        """Run each request's last T tokens, whose room in the forest is taken already (`Forest.extend`).
+        """Run each request's last T tokens, whose room in the forest is taken already (`Forest.extend`). Jittable.
 
-        Returns the final hidden states, for `logits`, and the cache with the tokens' K and V. Jittable; tokens that
-        are not in the request's own leaf, or where `store` is false, are computed but not stored. With `drafts` the
-        tokens are candidates, in depth-first order.
+        Args:
+          tokens: [B, T], token ids; with drafts they are candidates, in depth-first order.
+          cache: K and V of every layer.
+          forest, plan, drafts, implementation: as in `forest_attention`.
+          store: [B, T], false for tokens that are computed but not stored. Tokens that are not in the request's own
+            leaf are not stored either.
+
+        Returns the final hidden states [B, T, D], for `logits`, and the cache with the tokens' K and V. Raises
+        ValueError for tokens that do not fit the forest, and what `forest_attention` raises.
         """
+        if tokens.ndim != 2 or tokens.shape[0] != forest.request_capacity:
+            raise ValueError(
+                f"tokens: expected [B, T] with B = {forest.request_capacity}, the forest's request_capacity, "
+                f"got shape {tokens.shape}"
+            )
         positions = jnp.asarray(forest.positions(tokens.shape[1]) if drafts is None else drafts.positions(forest))
         # Without the barrier XLA looks them up, from leaf to node to page, in every kernel that writes K or V.
         slots = lax.optimization_barrier(jnp.where(store, forest.slots(tokens.shape[1]), NO_SLOT))
@@ -234,18 +318,23 @@ class Decoder(nnx.Module):
         return self.norm(x), tuple(written)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-        """Map final hidden states to logits, float32."""
+        """Map final hidden states to logits, float32.
+
+        Args:
+          hidden: [..., D], from `decode`.
+        """
         weights = self.embedding.embedding[...].T if self.config.tied_embeddings else self.head.kernel[...]
         # Float32 as the product leaves it, rather than rounded and converted back in a pass over the vocabulary.
         return jnp.dot(hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
     def new_cache(self, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
-        """Return empty KV pages for every layer."""
-        config = self.config
-        return tuple(
-            KVPages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
-            for _ in range(config.num_layers)
-        )
+        """Return empty KV pages for every layer.
+
+        Args:
+          num_pages: pages of each layer.
+          page_size: tokens in a page.
+        """
+        return self.config.new_cache(num_pages, page_size)
 
 
 def _linear(config: DecoderConfig, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:

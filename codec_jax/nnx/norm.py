@@ -23,7 +23,8 @@ class RMSNorm(nnx.Module):
         # The vector first: a reduction whose result goes to nothing but the vector itself is one kernel on a GPU. With
         # the factors first, as in `nnx.RMSNorm`, it is two.
         normed = exact * reciprocal_root_mean_square(exact, self.epsilon)
-        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
+        return (normed * scale).astype(x.dtype)
 
 
 def reciprocal_root_mean_square(x: Float[Array, "*batch D"], epsilon: float) -> Float[Array, "*batch 1"]:

@@ -18,6 +18,10 @@ class Llama3Scaling:
     Pairs that turn more than `high_frequency_factor` times within `original_context` tokens keep their frequency,
     those that turn less than `low_frequency_factor` times are slowed down by `factor`, and those between are
     interpolated. Raises ValueError for factors that cannot be.
+
+    >>> from codec_jax.nnx import Llama3Scaling
+    >>> Llama3Scaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192).factor
+    8.0
     """
 
     factor: float
@@ -27,7 +31,7 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         """Check the factors."""
-        checks.positive("original_context", self.original_context)
+        checks.integer("original_context", self.original_context)
         if not self.factor > 0:
             raise ValueError(f"factor: expected a positive number, got {self.factor}")
         if not 0 < self.low_frequency_factor < self.high_frequency_factor:
@@ -53,7 +57,7 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Turn each pair (x[i], x[i + H/2]) by position * `frequencies`[i]; angles and products are float32."""
     # Rounded once, on the host: at position 100,000 an ulp of a frequency is already a visible angle.
-    frequency = jnp.asarray(frequencies(x.shape[-1] // 2, theta, scaling), jnp.float32)
+    frequency = jnp.asarray(frequencies(x.shape[-1] // 2, theta, scaling), jnp.float32)[None, None, None]
     angle = positions[..., None, None].astype(jnp.float32) * frequency  # [B, T, 1, H/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)

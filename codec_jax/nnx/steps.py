@@ -1,4 +1,4 @@
-"""What the sampler runs on the device: one wave of prefill, and the loop that generates tokens."""
+"""The parts of the sampler that run on the device: one wave of prefill, and the loop that generates tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from codec_jax.forest import Forest
+from codec_jax.forest import Forest, KVPages
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.sampling import request_keys, sample
-from codec_jax.pages import KVPages
-from codec_jax.plan import Plan
+from codec_jax.planning import Plan
 
 
 def prefill_step(
@@ -58,12 +57,12 @@ def decode_loop(
         decoded, cache = model.decode(
             token[:, None], cache, forest, plan, store=active[:, None], implementation=implementation
         )
-        # Who has stopped keeps the hidden state, which gives the same logits again: keeping those instead would be a
-        # pass over the vocabulary.
+        # A request that has stopped keeps the hidden state, which gives the same logits again: to keep those instead
+        # would be a pass over the vocabulary.
         hidden = jnp.where(active[:, None], decoded[:, 0], hidden)
         tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
         logprobs = logprobs.at[:, i].set(logprob)
-        stopped = (token[:, None] == stop_tokens).any(axis=-1)
+        stopped = (token[:, None] == stop_tokens[None]).any(axis=-1)
         remaining = jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0))
         return i + 1, forest, cache, hidden, model.logits(hidden), remaining, tokens, logprobs, broken
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 from flax import nnx
@@ -14,8 +15,13 @@ from codec_jax.nnx.decoder import Decoder, DecoderConfig
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of every parameter by its dotted path, such as blocks.0.attention.out.kernel."""
-    state = nnx.state(_abstract(config))
-    return {_dotted(path): parameter.get_value() for path, parameter in nnx.to_flat_state(state)}
+    # All blocks are alike, and tracing a published model's takes seconds.
+    state = nnx.state(_abstract(replace(config, num_layers=1)))
+    return {
+        _dotted((*path[:1], i, *path[2:]) if path[0] == "blocks" else path): parameter.get_value()
+        for path, parameter in nnx.to_flat_state(state)
+        for i in range(config.num_layers if path[0] == "blocks" else 1)
+    }
 
 
 def filled_decoder(

@@ -1,34 +1,25 @@
-"""What the sampler works on and what it returns."""
+"""The values that the sampler works on and returns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from codec_jax.forest import Forest
-from codec_jax.pages import KVPages, PagePool
-from codec_jax.plan import Plan
+from codec_jax.forest import Forest, KVPages, PagePool
+from codec_jax.nnx.intervals import Interval
 from codec_jax.traffic import Traffic
-
-
-class Interval(NamedTuple):
-    """What requests with tokens remaining decode with until the host looks at the device again."""
-
-    source: Forest  # that it was prepared from, for so many tokens of each request
-    remaining: Int[np.ndarray, " B"]
-    forest: Forest  # with room for the tokens
-    pool: PagePool
-    growers: Forest  # with nobody else in it
-    plan: Plan  # of `growers`
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Everything between two calls of the sampler; request slots index all per-request arrays."""
+    """Everything between two calls of the sampler; request slots index all per-request arrays.
 
+    `traffic` counts the tokens generated, the KV tokens read for them, and those that would be read without sharing.
+    """
+
+    sampler: object  # whose it is
     forest: Forest
     pool: PagePool
     cache: tuple[KVPages, ...]
@@ -37,7 +28,6 @@ class Decoding:
     next_stream: int
     block_capacity: int
     traffic: Traffic
-    interval: Interval | None = None  # the last one, whose plan the next may extend
     ahead: Interval | None = None  # the next one if it is as expected, prepared while the device decoded
 
     @property
@@ -48,11 +38,20 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Generated:
-    """What one `decode` call appended, by request slot."""
+    """Tokens that one `decode` call appended, by request slot."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]  # of each token, under the model's own distribution
     stopped: list[bool]  # whether the last token is a stop token
+
+    @classmethod
+    def none(cls, requests: int) -> Generated:
+        """Return nothing for so many request slots.
+
+        Args:
+          requests: how many.
+        """
+        return cls([[] for _ in range(requests)], [[] for _ in range(requests)], [False] * requests)
 
 
 @dataclass(frozen=True)
@@ -62,4 +61,4 @@ class Completion:
     prompt: int
     tokens: list[int]
     logprobs: list[float]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length", or "error": its logits were not finite

@@ -30,7 +30,18 @@ PUBLISHED: dict[str, DecoderConfig] = {
 
 
 def random_decoder(config: DecoderConfig, seed: int = 0, *, progress: bool = False) -> Decoder:
-    """Make a decoder whose weights are drawn on the device: norms are 1, matrices normal with a deviation of 0.02."""
+    """Make a decoder whose weights are drawn on the device: norms are 1, matrices normal with a deviation of 0.02.
+
+    Args:
+      config: sizes, such as those in `PUBLISHED`.
+      seed: the same seed draws the same weights.
+      progress: show a bar.
+
+    >>> from codec_jax.nnx import random_decoder
+    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> random_decoder(config).embedding.embedding.shape
+    (64, 32)
+    """
 
     def weight(path: str, parameter: jax.ShapeDtypeStruct) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))

@@ -1,0 +1,87 @@
+"""Intervals of decoding: pages and a plan for the tokens until the host looks at the device again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from codec_jax.errors import OutOfPagesError
+from codec_jax.forest import Forest, PagePool
+from codec_jax.nnx.decoder import DecoderConfig
+from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
+from pallas_kernels import Heads
+
+#: Nodes that a path may have before the decode step is compiled anew for longer block lists.
+EXPECTED_DEPTH = 8
+
+
+class Interval(NamedTuple):
+    """Room and a plan for the requests that have tokens remaining."""
+
+    source: Forest  # that it was prepared from, for so many tokens of each request
+    remaining: Int[np.ndarray, " B"]
+    forest: Forest  # with room for the tokens
+    pool: PagePool
+    growers: Forest  # with nobody else in it
+    plan: Plan  # of `growers`
+
+
+class Intervals:
+    """Prepares intervals of up to `steps` tokens.
+
+    Plans have the sizes that suit a full pool, so that they never change.
+    """
+
+    def __init__(self, config: DecoderConfig, steps: int, num_pages: int, page_size: int) -> None:
+        """Choose the sizes."""
+        self._steps, self._num_pages, self._page_size = steps, num_pages, page_size
+        self._heads = Heads(config.num_q_heads, config.num_kv_heads, config.head_dim, config.head_dim)
+        tiling = default_tiling(self._heads)
+        self._tile_rows = tiling.tile_rows
+        self._block_tokens = tiling.block_for(config.num_kv_heads, num_pages * page_size, 0)
+
+    def prepare(
+        self, forest: Forest, pool: PagePool, remaining: Int[np.ndarray, " B"], block_capacity: int
+    ) -> Interval:
+        """Take pages for the next interval, and plan it. Raises OutOfPagesError."""
+        growing = np.flatnonzero(remaining)
+        roomy, pool_left = forest.reserve(pool, int(min(self._steps, remaining.max())), growing)
+        growers = roomy if len(growing) == roomy.active.sum() else roomy.only(growing)
+        return Interval(forest, remaining, roomy, pool_left, growers, self.plan(growers, 1, block_capacity))
+
+    def prepare_ahead(
+        self, forest: Forest, pool: PagePool, remaining: Int[np.ndarray, " B"], block_capacity: int
+    ) -> Interval | None:
+        """Prepare an interval that may not come; None if there is nothing left to do, or no room for it yet."""
+        try:
+            return self.prepare(forest, pool, remaining, block_capacity) if remaining.any() else None
+        except OutOfPagesError:
+            return None
+
+    def plan(self, forest: Forest, query_tokens: int, block_capacity: int | None) -> Plan:
+        """Plan attention of the model's heads over a forest."""
+        return make_plan(
+            forest,
+            num_q_heads=self._heads.num_q_heads,
+            num_kv_heads=self._heads.num_kv_heads,
+            head_dim=self._heads.head_dim,
+            steps=self._steps,
+            query_tokens=query_tokens,
+            block_tokens=self._block_tokens,
+            block_capacity=block_capacity,
+        )
+
+    def block_capacity(self, max_requests: int, max_context: int) -> int:
+        """Bound the blocks of any interval: every tile reads every page, or every request its longest path."""
+        page_tokens, pages_per_block = pages_of_block(self._page_size, self._block_tokens)
+        tiles = -(-max_requests * self._heads.group // self._tile_rows)
+        paths = max_requests * (-(-max_context // self._page_size) + EXPECTED_DEPTH)
+        parts = min(tiles * self._num_pages, paths) * (self._page_size // page_tokens)
+        return -(-parts // pages_per_block) + 2 * tiles
+
+    def blocks_of_chunks(self, ends: Int[np.ndarray, " chunks"], chunk: int) -> int:
+        """Bound the blocks of prefill: every tile reads what the longest of its requests has before it, at most."""
+        tiles = 1 + chunk * self._heads.group // self._tile_rows
+        return int((tiles * (2 + ends // self._block_tokens)).sum())

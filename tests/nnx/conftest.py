@@ -1,0 +1,68 @@
+"""One sampler for all tests of this directory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CONTEXT, PAGE_SIZE, PAGES, REQUESTS, STEPS, VOCAB, Dense, Setup
+from flax import nnx
+
+from codec_jax.nnx import Decoder, DecoderConfig, Sampler, intervals
+from codec_jax.planning import planner
+from pallas_kernels import Tiling
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiling = Tiling(num_ctas=5, tile_rows=8, lanes=2, block_tokens=(32, 32))
+    for module in (planner, intervals):
+        monkeypatch.setattr(module, "default_tiling", lambda heads: tiling)
+    monkeypatch.setattr(planner, "MIN_WIDE_TOKENS", PAGE_SIZE)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
+
+
+@pytest.fixture(scope="package")
+def setup() -> Setup:
+    """One sampler for all tests, so that its steps compile once.
+
+    The weights make for sharp attention and texts that do not repeat; tiles and blocks are small and pairs of tiles
+    share what little both read, so that plans look as on a GPU they look for larger forests.
+    """
+    config = DecoderConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        mlp_size=48,
+        num_layers=2,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tied_embeddings=False,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+    )
+    graph, weights = nnx.split(Decoder(config, nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda x: jnp.asarray(1.0 + (x.ndim > 1) * (rng.normal(size=x.shape) * 2 * x.shape[0] ** -0.5 - 1.0), x.dtype),
+        weights,
+    )
+    model = nnx.merge(graph, weights)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_tiles(monkeypatch)
+        sampler = Sampler(
+            model, max_requests=REQUESTS, num_pages=PAGES, page_size=PAGE_SIZE, max_context=CONTEXT, steps=STEPS
+        )
+    return Setup(sampler, Dense(model))
+
+
+@pytest.fixture
+def sampler(setup: Setup) -> Sampler:
+    return setup.sampler
+
+
+@pytest.fixture
+def dense(setup: Setup) -> Dense:
+    return setup.dense

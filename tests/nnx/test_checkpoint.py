@@ -1,0 +1,192 @@
+"""Checkpoints that serve: their logits, their weights, what they say, and published sizes."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from small_checkpoints import (
+    CONTEXT,
+    HEAD_DIM,
+    LLAMA,
+    LLAMA3,
+    LLAMA_NEWER,
+    QWEN3,
+    SIZES,
+    TOKENS,
+    VOCAB,
+    dense_logits,
+    exact_logits,
+    save_tokenizer,
+    tensors_of,
+    write,
+)
+from tokenizers import Tokenizer
+
+from codec_jax.nnx import PUBLISHED, Decoder, Llama3Scaling, Sampler, open_checkpoint, random_decoder
+from codec_jax.nnx.weights import parameter_shapes
+
+
+@pytest.mark.parametrize(
+    ("config", "shards", "dtype"),
+    [(QWEN3, 1, np.float32), (LLAMA, 3, np.float16), (LLAMA_NEWER, 2, ml_dtypes.bfloat16)],
+    ids=["Qwen3", "Llama, shards, float16", "Llama, rope_parameters, shards, bfloat16"],
+)
+def test_logits_are_those_of_the_tensors_in_the_files(tmp_path: Path, config: dict, shards: int, dtype: Any) -> None:
+    tensors = tensors_of(config, dtype)
+    model = open_checkpoint(write(tmp_path, config, tensors, shards)).load(jnp.float32)
+    want = np.stack([exact_logits(tensors, config, row) for row in TOKENS])
+    assert want.std() > 0.5  # or a wrong layer might hide in the tolerance
+    np.testing.assert_allclose(dense_logits(model, TOKENS), want, atol=2e-4)
+
+
+# --- Checkpoints made by transformers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_logits_match_those_of_transformers_in_prefill_and_20_steps(tmp_path: Path, family: str, tied: bool) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    rope = {"rope_theta": 100.0, **(LLAMA3 if family == "Llama" else {"rope_type": "default"})}
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES, rope_parameters=rope, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.uniform_(0.5, 1.5) if weight.ndim == 1 else weight.normal_(0, 1.5 * weight.shape[1] ** -0.5)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    save_tokenizer(tmp_path)
+    ours = open_checkpoint(tmp_path).load(jnp.float32)
+
+    with torch.no_grad():
+        want = theirs(torch.tensor(TOKENS), use_cache=True)
+    assert want.logits.std() > 0.5
+    np.testing.assert_allclose(dense_logits(ours, TOKENS), want.logits, atol=1e-4, rtol=0)
+
+    if tied != (family == "Qwen3"):
+        return  # steps do not depend on both, and take long to compile
+    sampler = Sampler(ours, max_requests=2, num_pages=40, page_size=8, steps=1)
+    state = sampler.start(TOKENS)
+    np.testing.assert_allclose(state.logits, want.logits[:, -1], atol=1e-4, rtol=0)
+    for _ in range(20):
+        state, new = sampler.decode(state, 1, temperature=0.0)
+        with torch.no_grad():
+            want = theirs(torch.tensor(new.tokens), past_key_values=want.past_key_values, use_cache=True)
+        np.testing.assert_allclose(state.logits, want.logits[:, -1], atol=1e-4, rtol=0)
+
+
+# --- Loading ----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_checkpoint_says_beside_its_weights(tmp_path: Path) -> None:
+    config = {**LLAMA, "rms_norm_eps": 1e-5, "bos_token_id": 1, "hidden_act": "silu", "attention_bias": False}
+    checkpoint = open_checkpoint(write(tmp_path, config, tensors_of(config)))
+    assert checkpoint.config.norm_epsilon == 1e-5
+    assert checkpoint.config.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
+    assert checkpoint.max_context == CONTEXT
+    assert checkpoint.stop_tokens == (5,)
+    assert checkpoint.tokenizer.get_vocab_size() == VOCAB
+    assert {file.name for file in checkpoint.files} == {"config.json", "model.safetensors", "tokenizer.json"}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.stop_tokens == (7, 3)
+    assert tmp_path / "generation_config.json" in checkpoint.files
+
+
+def test_a_prompt_is_never_cut_or_filled_up_by_settings_of_the_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path, QWEN3, tensors_of(QWEN3))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert open_checkpoint(tmp_path).tokenizer.encode(["w1", "w2", "w3"], is_pretokenized=True).ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_weights_are_those_of_the_file_rounded_to_the_dtype(tmp_path: Path, dtype: Any) -> None:
+    tensors = tensors_of(QWEN3)
+    model = open_checkpoint(write(tmp_path, QWEN3, tensors)).load(dtype)
+    assert {jnp.dtype(weight.dtype) for weight in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}
+    assert model.new_cache(1, 8)[0].key.dtype == dtype
+    parts = [jnp.asarray(tensors[f"model.layers.1.self_attn.{name}_proj.weight"]) for name in "qkv"]
+    got = jnp.split(model.blocks[1].attention.query_key_value.kernel[...], [64, 96], axis=1)
+    for part, want in zip(got, parts, strict=True):
+        np.testing.assert_array_equal(part, want.astype(dtype).T)
+
+
+def test_another_dtype_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write(tmp_path, QWEN3, tensors_of(QWEN3)))
+    with pytest.raises(ValueError, match=r"^dtype: expected float32, bfloat16 or float16, got int8"):
+        checkpoint.load(jnp.int8)
+
+
+def test_tensors_that_follow_from_others_are_not_needed(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(HEAD_DIM // 2, np.float32)
+    tensors["lm_head.weight"] = np.full(
+        (VOCAB, 32), np.nan, np.float32
+    )  # tied: transformers does not look at it either
+    model = open_checkpoint(write(tmp_path, QWEN3, tensors)).load(jnp.float32)
+    assert np.isfinite(dense_logits(model, TOKENS)).all()
+
+
+def test_the_single_file_goes_before_shards_as_in_transformers(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    write(tmp_path, QWEN3, {name: tensor + 1 for name, tensor in tensors.items()}, shards=2)
+    model = open_checkpoint(write(tmp_path, QWEN3, tensors)).load(jnp.float32)
+    np.testing.assert_array_equal(model.norm.scale[...], tensors["model.norm.weight"])
+
+
+def test_shards_need_no_index(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    write(tmp_path, QWEN3, tensors, shards=3)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    model = open_checkpoint(tmp_path).load(jnp.float32)
+    np.testing.assert_array_equal(model.embedding.embedding[...], tensors["model.embed_tokens.weight"])
+
+
+# --- Published sizes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
+    ],
+)
+def test_published_sizes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert sum(math.prod(shape.shape) for shape in parameter_shapes(PUBLISHED[name]).values()) == parameters
+
+
+def test_shapes_are_those_of_every_parameter_of_a_decoder(tmp_path: Path) -> None:
+    """Of all blocks, though only one is traced."""
+    config = replace(open_checkpoint(write(tmp_path, LLAMA, tensors_of(LLAMA))).config, num_layers=3)
+    state = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))))
+    want = {".".join(map(str, path)): (shape.get_value().shape, shape.get_value().dtype) for path, shape in state}
+    assert {path: (shape.shape, shape.dtype) for path, shape in parameter_shapes(config).items()} == want
+
+
+def test_random_weights_depend_on_the_seed_alone_and_give_finite_logits(tmp_path: Path) -> None:
+    config = replace(open_checkpoint(write(tmp_path, LLAMA, tensors_of(LLAMA))).config, num_layers=1)
+    first, again, other = (nnx.state(random_decoder(config, seed)) for seed in (1, 1, 2))
+    leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(first)]
+    for leaf, same, different in zip(leaves, jax.tree.leaves(again), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+        assert leaf.ndim == 1 or (leaf != np.asarray(different, np.float32)).mean() > 0.9
+    matrices = [leaf for leaf in leaves if leaf.ndim == 2]
+    assert all(abs(leaf.std() - 0.02) < 0.002 for leaf in matrices)
+    assert len({leaf.tobytes() for leaf in matrices}) == len(matrices)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's dense attention promotes to float32 implicitly
+        assert np.isfinite(dense_logits(random_decoder(config), TOKENS)).all()

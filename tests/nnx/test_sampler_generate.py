@@ -1,0 +1,207 @@
+"""Whole completions, and what the sampler refuses."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CONTEXT, CROWD, LONG, PROMPTS, VOCAB, Dense, Setup, stops_for, until_stop
+from flax import nnx
+
+from codec_jax import LogitsError, OutOfPagesError
+from codec_jax.nnx import Decoder, Sampler
+
+# --- Generate ---------------------------------------------------------------------------------------------------
+
+
+def test_generate_completes_every_prompt_greedily(sampler: Sampler, dense: Dense) -> None:
+    texts = [dense.greedy(prompt, 30) for prompt in PROMPTS]
+    stops = stops_for(texts)
+    heard: dict[int, list[int]] = {}
+
+    def listen(completion: int, tokens: list[int]) -> None:
+        heard.setdefault(completion, []).extend(tokens)
+
+    completions = sampler.generate(PROMPTS, max_new_tokens=30, temperature=0.0, stop_tokens=stops, on_tokens=listen)
+    assert [completion.prompt for completion in completions] == [0, 1, 2, 3]
+    for prompt, text, completion in zip(PROMPTS, texts, completions, strict=True):
+        assert completion.tokens == until_stop(text, stops)
+        assert completion.finish_reason == ("stop" if completion.tokens[-1] in stops else "length")
+        want = dense.logprobs(prompt, completion.tokens)
+        chex.assert_trees_all_close(np.asarray(completion.logprobs, np.float64), want, atol=1e-3, rtol=1e-3)
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    assert heard == {i: completion.tokens for i, completion in enumerate(completions)}
+
+
+def test_generate_samples_each_prompt_as_decode_would(sampler: Sampler, dense: Dense) -> None:
+    options = {"seed": 5, "temperature": 1.5, "top_k": 30}
+    completions = sampler.generate(PROMPTS, max_new_tokens=17, samples=2, **options)
+    assert [completion.prompt for completion in completions] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({tuple(completion.tokens) for completion in completions}) == 8
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    _, generated = sampler.decode(sampler.start(prompts), 17, **options)
+    for request, completion in enumerate(completions):
+        assert (completion.tokens, completion.finish_reason) == (generated.tokens[request], "length")
+        want = dense.logprobs(prompts[request], completion.tokens)
+        chex.assert_trees_all_close(np.asarray(completion.logprobs, np.float64), want, atol=1e-3, rtol=1e-3)
+
+
+def test_requests_that_have_finished_make_room_for_the_others(sampler: Sampler, dense: Dense) -> None:
+    """Pages for all seven texts are not there, unless those that stop early give theirs back."""
+    crowd = [[(token + 4) % VOCAB for token in prompt] for prompt in CROWD]  # of whom all but two stop early
+    texts = [dense.greedy(prompt, 80) for prompt in crowd]
+    by_variety = sorted(texts, key=lambda text: len(set(text)))
+    lasting = {token for text in by_variety[:2] for token in text}
+    stops = sorted({next(token for token in text if token not in lasting) for text in by_variety[2:]})
+    want = [until_stop(text, stops) for text in texts]
+    assert sorted(map(len, want))[-3:] < [20, 80, 80]
+    options = {"temperature": 0.0, "stop_tokens": stops}
+    with pytest.raises(OutOfPagesError):
+        sampler.decode(sampler.start(crowd), 80, **options)
+    completions = sampler.generate(crowd, max_new_tokens=80, **options)
+    assert [completion.tokens for completion in completions] == want
+
+
+def test_generate_shows_progress(sampler: Sampler, capsys: pytest.CaptureFixture) -> None:
+    completions = sampler.generate(PROMPTS, max_new_tokens=9, progress=True)
+    assert [len(completion.tokens) for completion in completions] == [9] * 4
+    shown = capsys.readouterr().err
+    assert "prefill" in shown
+    assert "36/36" in shown
+    sampler.generate(PROMPTS, max_new_tokens=9)
+    assert capsys.readouterr().err == ""
+
+
+# --- Arguments that do not fit ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "^prompts: expected at least one prompt"),
+        ([[1], []], r"^prompts\[1\]: expected 1 to max_context = 160 tokens, got 0"),
+        ([[1] * 161], r"^prompts\[0\]: expected 1 to max_context = 160 tokens, got 161"),
+        ([[1, 2], [1, VOCAB]], rf"^prompts\[1\]: expected tokens in \[0, {VOCAB}\), got {VOCAB} at index 1"),
+        ([[-1]], r"^prompts\[0\]: .* got -1 at index 0"),
+        ([[0.5]], r"^prompts\[0\]: expected a list of integers, got float64"),
+        ([[1]] * 9, "^prompts: expected at most max_requests = 8 requests, got 9"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(sampler: Sampler, prompts: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampler.start(prompts)
+    with pytest.raises(ValueError, match=message):
+        sampler.generate(prompts, max_new_tokens=1)
+
+
+WRONG_OPTIONS = [
+    ({"temperature": -0.1}, "^temperature: .*-0.1"),
+    ({"temperature": np.nan}, "^temperature: .*nan"),
+    ({"temperature": np.inf}, "^temperature: .*inf"),
+    ({"top_k": 0}, "^top_k: .*got 0"),
+    ({"top_k": 2.5}, "^top_k: .*got 2.5"),
+    ({"seed": -1}, r"^seed: expected an integer in \[0, 2\*\*32\), got -1"),
+    ({"seed": 2**32}, "^seed: .*got 4294967296"),
+    ({"top_p": 0.0}, "^top_p: .*got 0.0"),
+    ({"top_p": 1.5}, "^top_p: .*got 1.5"),
+    ({"top_p": np.nan}, "^top_p: .*got nan"),
+    ({"stop_tokens": [3, VOCAB]}, rf"^stop_tokens: .*got {VOCAB} at index 1"),
+    ({"stop_tokens": [-1]}, "^stop_tokens: .*got -1"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)
+def test_options_that_cannot_be_are_refused(sampler: Sampler, options: dict, message: str) -> None:
+    state = sampler.start([[5]])
+    with pytest.raises(ValueError, match=message):
+        sampler.decode(state, 5, **options)
+    with pytest.raises(ValueError, match=message):
+        sampler.generate([[5]], max_new_tokens=5, **options)
+
+
+@pytest.mark.parametrize("tokens", [0, -3, 2.5])
+def test_the_number_of_tokens_must_be_positive(sampler: Sampler, tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"^max_tokens: .*got {tokens}"):
+        sampler.decode(sampler.start([[5]]), tokens)
+    with pytest.raises(ValueError, match=f"^max_(new_)?tokens: .*got {tokens}"):
+        sampler.generate([[5]], max_new_tokens=tokens)
+    with pytest.raises(ValueError, match=f"^samples: .*got {tokens}"):
+        sampler.generate([[5]], max_new_tokens=5, samples=tokens)
+
+
+def test_the_longest_request_bounds_the_number_of_tokens(sampler: Sampler) -> None:
+    state = sampler.start([LONG, [1]])
+    with pytest.raises(ValueError, match=r"^max_tokens: expected at most 10, .*got 11"):
+        sampler.decode(state, 11)
+    state, _ = sampler.decode(state, 10)
+    assert state.forest.request_length[:2].tolist() == [CONTEXT, 11]
+
+
+def test_generate_refuses_too_many_tokens_before_it_generates_any(sampler: Sampler) -> None:
+    heard = []
+    with pytest.raises(ValueError, match=r"^max_(new_)?tokens: expected at most 10, .*got 11"):
+        sampler.generate([LONG, [1]], max_new_tokens=11, on_tokens=lambda *call: heard.append(call))
+    assert not heard
+
+
+@pytest.mark.parametrize("name", ["max_requests", "num_pages", "steps", "max_context"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_of_a_sampler_must_be_positive(sampler: Sampler, setup: Setup, name: str, value: int) -> None:
+    sizes = {"max_requests": 2, "num_pages": 8, "steps": 2, "max_context": 16, name: value}
+    model = Decoder(sampler.config, nnx.Rngs(0))
+    with pytest.raises(ValueError, match=f"^{name}: expected an integer of at least 1, got {value}"):
+        Sampler(model, **sizes)
+
+
+def test_an_unknown_implementation_is_refused(sampler: Sampler) -> None:
+    model = Decoder(sampler.config, nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^implementation: .*'nonsense'"):
+        Sampler(model, max_requests=2, num_pages=8, implementation="nonsense").start([[1]])
+
+
+def test_weights_that_are_not_finite_are_noticed(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_weights", jax.tree.map(lambda x: x * jnp.nan, sampler._weights))
+    state = sampler.start(PROMPTS)
+    with pytest.raises(FloatingPointError, match=r"^logits: .*requests \[0, 1, 2, 3\]"):
+        sampler.decode(state, 5)
+
+
+def test_requests_with_finite_logits_go_on_without_those_that_have_none(sampler: Sampler, dense: Dense) -> None:
+    state = sampler.start(PROMPTS)
+    state = replace(state, logits=state.logits.at[1].set(jnp.nan))
+    with pytest.raises(LogitsError, match=r"^logits: .*requests \[1\]") as stopped:
+        sampler.decode(state, 20, temperature=0.0)
+    state, before = stopped.value.state, stopped.value.generated
+    left = 20 - len(before.tokens[0])
+    _, after = sampler.decode(sampler.prune(state, [1]), left, temperature=0.0)
+    for request in (0, 2, 3):
+        assert before.tokens[request] + after.tokens[request] == dense.greedy(PROMPTS[request], 20)
+
+
+def test_a_state_that_was_used_up_is_refused(sampler: Sampler) -> None:
+    state = sampler.start(PROMPTS)
+    after, _ = sampler.decode(state, 1)
+    for use in (lambda: sampler.decode(state, 1), lambda: sampler.append(state, {0: [1]})):
+        with pytest.raises(ValueError, match=r"^state: expected one that no call has used up"):
+            use()
+    sampler.decode(after, 1)
+
+
+def test_stop_tokens_may_be_a_set_and_top_k_any_number(sampler: Sampler) -> None:
+    ends = [
+        sampler.decode(sampler.start(PROMPTS), 9, stop_tokens=stops, top_k=top_k, seed=2**32 - 1)[1].tokens
+        for stops, top_k in (({3, 5}, 2**40), ([5, 3], VOCAB))
+    ]
+    assert ends[0] == ends[1]
+
+
+# --- Last, for it compiles the step anew ------------------------------------------------------------------------
+
+
+def test_decoding_ends_when_all_requests_have_stopped(sampler: Sampler) -> None:
+    """Every token is a stop token, which are more than the step has room for at first."""
+    state, generated = sampler.decode(sampler.start(PROMPTS), 30, stop_tokens=range(VOCAB))
+    assert [len(tokens) for tokens in generated.tokens[: len(PROMPTS)]] == [1] * len(PROMPTS)
+    assert state.traffic.generated_tokens == len(PROMPTS)
