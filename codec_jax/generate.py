@@ -2,28 +2,34 @@
 
     python -m codec_jax.generate --model DIR --prompts prompts.jsonl --output out.jsonl --samples 8
 
-A row of the prompts is an object with `text`, or `tokens` (token ids). A row of the output has
+A row of the prompts, a file or a pipe, is an object with `text`, or `tokens` (token ids). A row of the output has
 
     prompt         the row of the prompt, from 0
     sample         which of its samples, from 0; only with --samples above 1
     text, tokens   what was generated, the stop token included in tokens and left out of text
     logprobs       of each token, under the model's own distribution
-    finish_reason  "stop" for a stop token, "length" for --max-new-tokens
+    finish_reason  "stop" for a stop token, "length" for --max-new-tokens, "error" where logits were not finite
 
-Rows come as they finish, in any order. After an interruption, the same command goes on with what is missing.
+Rows come as they finish, in any order. After an interruption or a full disk, the same command goes on with what is
+missing. A row with "error" has what was generated before, and is not made again, for the same weights would fail in
+the same way; to have it tried once more, delete the row.
+
+The exit status is 0 when all rows are there, 1 for an error, also if it is in rows only, 130 after an interruption.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +42,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from codec_jax import checks
-from codec_jax.nnx import PUBLISHED, Completion, Decoder, DecoderConfig, Sampler, open_checkpoint, options
-from codec_jax.nnx.published import random_decoder
+from codec_jax.nnx import PUBLISHED, Completion, Decoder, DecoderConfig, Sampler, open_checkpoint, random_decoder
+from codec_jax.nnx.sampling import Sampling
 from codec_jax.nnx.weights import parameter_shapes
 from codec_jax.result_file import ResultFile
 
@@ -50,54 +56,62 @@ DEFAULT_KV_GIB = 4.0
 
 @dataclass(frozen=True)
 class Model:
-    """What the prompts are completed with, its weights still to come."""
+    """The model that completes the prompts, its weights still to come."""
 
     config: DecoderConfig
     load: Callable[[], Decoder]
-    tokenizer: Tokenizer | None  # None: prompts and completions are token ids only
-    stop_tokens: tuple[int, ...]
-    max_context: float  # tokens of prompt and completion together
     identity: dict[str, str]  # what tells it from another model
+    tokenizer: Tokenizer | None = None  # None: prompts and completions are token ids only
+    stop_tokens: tuple[int, ...] = ()
+    max_context: float = math.inf  # tokens of prompt and completion together
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check everything, then generate."""
+    """Check everything, then generate what the output does not have yet."""
     arguments = _parse(argv)
+    _say("checking the model, the prompts and the output")
     try:
         if not arguments.output.parent.is_dir():
             raise NotADirectoryError(f"--output: expected a file in an existing directory, got {arguments.output}")
         model = _open_model(arguments)
-        prompts = read_prompts(arguments.prompts, model, arguments.max_new_tokens)
-        options.check_sampling(
-            model.stop_tokens,
-            arguments.temperature,
-            arguments.top_k,
-            arguments.top_p,
-            arguments.seed,
-            model.config.vocab_size,
-        )
-        num_pages = _most_pages(model.config, arguments.kv_cache_gib)
-        batches = make_batches(
-            prompts,
-            samples=arguments.samples,
-            max_new_tokens=arguments.max_new_tokens,
-            max_requests=arguments.max_requests,
-            num_pages=num_pages,
-        )
-        results = ResultFile(arguments.output, _options(arguments, model), len(prompts), arguments.samples)
+        content = arguments.prompts.read_bytes()  # once: a pipe has nothing more to read
+        prompts = read_prompts(arguments.prompts, content, model, arguments.max_new_tokens)
+        drawing = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        Sampling.of(model.stop_tokens, **drawing, vocab_size=model.config.vocab_size)
+        num_pages = _max_pages(model.config, arguments.kv_cache_gib)
+        sizes = {name: getattr(arguments, name) for name in ("samples", "max_new_tokens")}
+        batches = make_batches(prompts, **sizes, max_requests=arguments.max_requests, num_pages=num_pages)
+        inputs = {**model.identity, "prompts_sha256": hashlib.sha256(content).hexdigest(), "dtype": arguments.dtype}
+        results = ResultFile(arguments.output, {**inputs, **sizes, **drawing}, len(prompts), arguments.samples)
     except (OSError, ValueError) as error:
         sys.exit(f"codec_jax.generate: {error}")
-    with results:
-        try:
-            _generate(arguments, model, prompts, batches, results)
-        except KeyboardInterrupt:
-            print(
-                f"\ncodec_jax.generate: interrupted with {len(results.finished)} of "
-                f"{len(prompts) * arguments.samples} completions in {arguments.output}; "
-                "the same command goes on with the others",
-                file=sys.stderr,
-            )
-            sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    everything = f"{len(prompts) * arguments.samples} completions"
+    try:
+        with closing(results):
+            _generate(arguments, model, prompts, batches, results, drawing)
+    except (OSError, KeyboardInterrupt) as error:
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else error
+        _say(
+            f"{reason}: {len(results.finished)} of {everything} are in {arguments.output}, "
+            "and the same command goes on with the others"
+        )
+        # At once, for threads of XLA may still compile or compute: when the interpreter is taken down around them,
+        # the process ends in a segmentation fault.
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    _say(f"all {everything} are in {arguments.output}")
+    if results.failed:
+        lines = sorted({request // arguments.samples + 1 for request in results.failed})
+        more = f" and {len(lines) - 20} more" if len(lines) > 20 else ""
+        sys.exit(
+            f"codec_jax.generate: logits that are not finite ended {len(results.failed)} of them, of the prompts in "
+            f"lines {', '.join(map(str, lines[:20]))}{more}; are the weights finite?"
+        )
+
+
+def _say(text: str) -> None:
+    print(f"codec_jax.generate: {text}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------- options
@@ -105,95 +119,75 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m codec_jax.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="codec-jax generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    count = _number(int, "a positive whole number", 1, math.inf)
+    seed = _number(int, "a whole number from 0 to 2**32 - 1", 0, 2**32)
+    gib = _number(float, "a positive number of GiB", math.ulp(0.0), math.inf)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint of Qwen3 or Llama")
     model.add_argument("--random-weights", choices=PUBLISHED, help="measure with random weights of these sizes instead")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of prompts")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of prompts, or /dev/stdin")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file of completions, new or to be continued")
-    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="tokens of a completion (default: 256)")
+    parser.add_argument("--max-new-tokens", type=count, default=256, help="tokens of a completion (default: 256)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1.0)")
-    parser.add_argument("--top-k", type=_positive, help="draw from the k most likely tokens only")
+    parser.add_argument("--top-k", type=count, help="draw from the k most likely tokens only")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens that hold p only")
-    parser.add_argument("--samples", type=_positive, default=1, help="completions of each prompt (default: 1)")
-    parser.add_argument("--seed", type=_seed, default=0, help="the same seed draws the same tokens (default: 0)")
+    parser.add_argument("--samples", type=count, default=1, help="completions of each prompt (default: 1)")
+    parser.add_argument("--seed", type=seed, default=0, help="the same seed draws the same tokens (default: 0)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--max-requests", type=_positive, default=128, help="decoded at a time (default: 128)")
+    parser.add_argument("--max-requests", type=count, default=128, help="decoded at a time (default: 128)")
     parser.add_argument(
         "--kv-cache-gib",
-        type=_gib,
+        type=gib,
         help=f"memory for KV pages (default: {KV_SHARE:.0%}% of what the weights leave free on the device, "
         f"{DEFAULT_KV_GIB:g} where it does not say)",
     )
     return parser.parse_args(argv)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)
+def _number(kind: type, expected: str, low: float, high: float) -> Callable[[str], float]:
+    """Return a parser of numbers with low <= number < high."""
 
+    def parse(text: str) -> float:
+        try:
+            if low <= (number := kind(text)) < high:
+                return number
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**32 - 1, got {text!r}")
-    return int(text)
-
-
-def _gib(text: str) -> float:
-    try:
-        if 0 < float(text) < math.inf:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected a positive number of GiB, got {text!r}")
+    return parse
 
 
 def _open_model(arguments: argparse.Namespace) -> Model:
     dtype = jnp.dtype(arguments.dtype)
     if arguments.model is None:
         config = replace(PUBLISHED[arguments.random_weights], dtype=dtype, param_dtype=dtype)
-        return Model(
-            config=config,
-            load=partial(random_decoder, config, progress=True),
-            tokenizer=None,
-            stop_tokens=(),
-            max_context=math.inf,
-            identity={"model": f"random weights, {arguments.random_weights}"},
-        )
+        load = partial(random_decoder, config, progress=True)
+        return Model(config, load, {"model": f"random weights, {arguments.random_weights}"})
     checkpoint = open_checkpoint(arguments.model)
-    files = {*arguments.model.glob("*.json"), *checkpoint.files}
-    modified = max(file.stat().st_mtime for file in files)
+    identity = {"model": arguments.model.resolve().name}
+    for file in sorted(checkpoint.files):
+        status = file.stat()
+        changed = datetime.fromtimestamp(status.st_mtime, UTC).isoformat()
+        identity[f"model/{file.relative_to(arguments.model)}"] = f"{status.st_size} bytes, {changed}"
     return Model(
         config=replace(checkpoint.config, dtype=dtype, param_dtype=dtype),
         load=partial(checkpoint.load, dtype, progress=True),
+        identity=identity,
         tokenizer=checkpoint.tokenizer,
         stop_tokens=checkpoint.stop_tokens,
         max_context=checkpoint.max_context,
-        identity={
-            "model": str(arguments.model.resolve()),
-            "model_modified": datetime.datetime.fromtimestamp(modified, datetime.UTC).isoformat(),
-        },
     )
-
-
-def _options(arguments: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """What the rows of the output depend on."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "samples", "seed", "dtype")
-    return {
-        **model.identity,
-        "prompts_sha256": hashlib.sha256(arguments.prompts.read_bytes()).hexdigest(),
-        **{name: getattr(arguments, name) for name in names},
-    }
 
 
 # ---------------------------------------------------------------------- prompts
 
 
-def read_prompts(file: Path, model: Model, max_new_tokens: int) -> list[Int[np.ndarray, " tokens"]]:
-    """Read one prompt a line, as token ids. Raises ValueError that lists every bad line."""
-    lines = file.read_bytes().split(b"\n")
+def read_prompts(file: Path, content: bytes, model: Model, max_new_tokens: int) -> list[Int[np.ndarray, " tokens"]]:
+    """Read one prompt a line of what a file holds, as token ids. Raises ValueError that lists every bad line."""
+    lines = content.split(b"\n")
     if not lines[-1]:
         lines.pop()  # what follows the last newline is no line
     if not lines:
@@ -269,7 +263,7 @@ def make_batches(
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">u4").tobytes())
     new_pages = -(-max_new_tokens // PAGE_SIZE)
     batches: list[list[int]] = [[]]
-    used = most_used = 0
+    used = max_used = 0
     problems = []
     for prompt, before in zip(order, [None, *order], strict=False):
         length = len(prompts[prompt])
@@ -287,32 +281,31 @@ def make_batches(
                 used, pages = 0, alone
             batches[-1].append(prompt * samples + sample)
             used += pages
-            most_used = max(most_used, used)
+            max_used = max(max_used, used)
     if problems:
-        raise ValueError(
-            "\n  ".join(
-                [
-                    f"--prompts: expected prompts whose KV fits into {num_pages} pages of {PAGE_SIZE} tokens with "
-                    "--max-new-tokens (see --kv-cache-gib), but",
-                    *(f"line {prompt + 1}: needs {pages} pages" for prompt, pages in sorted(problems)),
-                ]
-            )
-        )
+        need = [f"line {prompt + 1}: needs {pages} pages" for prompt, pages in sorted(problems)]
+        room = f"{num_pages} pages of {PAGE_SIZE} tokens with --max-new-tokens (see --kv-cache-gib)"
+        raise ValueError("\n  ".join([f"--prompts: expected prompts whose KV fits into {room}, but", *need]))
     return Batches(
         requests=batches,
         max_requests=max(map(len, batches)),
-        num_pages=most_used,
+        num_pages=max_used,
         max_context=max(map(len, prompts)) + max_new_tokens,
     )
 
 
+def prefill_tokens(prompts: Sequence[Int[np.ndarray, " tokens"]]) -> int:
+    """Count what is left of the prompts of a batch, in the order of `make_batches`, if what they share counts once."""
+    return sum(map(len, prompts)) - sum(map(_shared_tokens, prompts, prompts[1:]))
+
+
 def _shared_tokens(left: Int[np.ndarray, " a"], right: Int[np.ndarray, " b"]) -> int:
-    least = min(len(left), len(right))
-    different = np.flatnonzero(left[:least] != right[:least])
-    return int(different[0]) if different.size else least
+    size = min(len(left), len(right))
+    different = np.flatnonzero(left[:size] != right[:size])
+    return int(different[0]) if different.size else size
 
 
-def _most_pages(config: DecoderConfig, gib: float | None) -> int:
+def _max_pages(config: DecoderConfig, gib: float | None) -> int:
     """Pages that fit into the memory for KV."""
     item = jnp.dtype(config.dtype).itemsize
     if gib is None:
@@ -334,47 +327,60 @@ def _generate(
     prompts: list[Int[np.ndarray, " tokens"]],
     batches: Batches,
     results: ResultFile,
+    drawing: dict[str, Any],
 ) -> None:
     """Generate what the result file does not have yet."""
-    samples = arguments.samples
     # Batches and sizes come from all prompts, so that a resumed run decodes as the first one would have.
     todo = [[request for request in batch if request not in results.finished] for batch in batches.requests]
     todo = [batch for batch in todo if batch]
     if not todo:
+        _say("nothing to do")
         return
-    sampler = Sampler(
-        model.load(),
-        max_requests=batches.max_requests,
-        num_pages=batches.num_pages,
-        page_size=PAGE_SIZE,
-        max_context=batches.max_context,
-    )
-    written, start = 0, time.perf_counter()
-    with tqdm(total=len(prompts) * samples, initial=len(results.finished), unit="completion") as bar:
+    given = prefilled = generated = 0
+    total = len(prompts) * arguments.samples
+    with tqdm(total=total, initial=len(results.finished), unit="completion", desc="loading", miniters=0) as bar:
+        sampler = Sampler(
+            model.load(),
+            max_requests=batches.max_requests,
+            num_pages=batches.num_pages,
+            page_size=PAGE_SIZE,
+            max_context=batches.max_context,
+        )
+        start = time.perf_counter()
 
-        def write(batch: list[int], i: int, completion: Completion) -> None:
-            nonlocal written
-            text = None
-            if model.tokenizer is not None:
-                text = model.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        def on_tokens(stage: str, *_: Any) -> None:
+            bar.set_description_str(stage, refresh=False)
+            bar.update(0)  # the clock goes on
+
+        def on_completion(batch: list[int], i: int, completion: Completion) -> None:
+            nonlocal generated
+            kept = completion.tokens[: -1 if completion.finish_reason == "stop" else None]
+            text = None if model.tokenizer is None else model.tokenizer.decode(kept, skip_special_tokens=True)
             results.write(batch[i], text, completion)
-            written += len(completion.tokens)
+            generated += len(completion.tokens)
             bar.update()
 
-        for batch in todo:
+        for number, batch in enumerate(todo, 1):
+            stage = f"batch {number} of {len(todo)}, "
+            bar.set_description_str(stage + "compiling and prefill" if number == 1 else stage + "prefill")
+            texts = [prompts[request // arguments.samples] for request in batch]
+            given += sum(map(len, texts))
+            prefilled += prefill_tokens(texts)
             sampler.generate(
-                [prompts[request // samples] for request in batch],
+                texts,
                 streams=batch,
                 max_new_tokens=arguments.max_new_tokens,
                 stop_tokens=model.stop_tokens,
-                temperature=arguments.temperature,
-                top_k=arguments.top_k,
-                top_p=arguments.top_p,
-                seed=arguments.seed,
-                on_completion=partial(write, batch),
+                on_tokens=partial(on_tokens, stage + "decoding"),
+                on_completion=partial(on_completion, batch),
                 progress=True,
+                **drawing,
             )
-    print(f"{written} tokens in {time.perf_counter() - start:.1f} s, compilation included", file=sys.stderr)
+    seconds = time.perf_counter() - start
+    _say(
+        f"{generated} tokens in {seconds:.1f} s, {generated / seconds:.1f} tokens/s, compilation included; "
+        f"{given} tokens of prompts, {prefilled} of them prefilled: sharing factor {given / prefilled:.1f}"
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -25,13 +26,12 @@ import numpy as np
 from tqdm import tqdm
 
 from codec_jax.attention import forest_attention
-from codec_jax.cost import CostModel, Layout, file_name, user_folder
 from codec_jax.forest import Forest
-from codec_jax.plan import Plan, block_slots, make_plan
-from pallas_kernels.columns import Segment
-from pallas_kernels.config import LARGE
-from pallas_kernels.packing import TILE_ROWS, Packing
+from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
+from codec_jax.planning.cost import CostModel, HeadLayout, file_name, user_folder
+from pallas_kernels import FAMILIES, Heads, Tiling
 
+TILE_ROWS = 64  # of a whole tile
 TOKENS = (512, 1024, 4096, 16384)
 MASKED_TOKENS = 4096
 REPEATS = 9
@@ -39,7 +39,7 @@ _FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 
 
 class Task(NamedTuple):
-    """What every thread block does in one measurement."""
+    """The work of every thread block in one measurement."""
 
     tiles: int  # row tiles of a segment: 1, narrow, or 2, wide
     tokens: int  # of a segment
@@ -73,21 +73,25 @@ ONE_TILE = Task(1, 1024, divided=True)
 
 def main() -> None:
     """Measure, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", default="32/8", help="q heads / kv heads")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--page-size", type=int, default=16)
+    parser = argparse.ArgumentParser(
+        prog="codec-jax profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", type=_heads, default="32/8", help="q heads / kv heads (default: 32/8)")
+    parser.add_argument("--head-dim", type=int, default=128, help="numbers of a head (default: 128)")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
     parser.add_argument("--json", type=Path, help="write the table there too")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
-    layout = Layout(*_heads(arguments.heads), arguments.head_dim, arguments.page_size)
-    if layout.num_q_heads > TILE_ROWS * layout.num_kv_heads or layout.head_dim not in LARGE:
+    q_heads, kv_heads = arguments.heads
+    layout = HeadLayout(q_heads, kv_heads, arguments.head_dim, arguments.page_size)
+    device, heads = jax.devices()[0], heads_of(layout)
+    reasons = [reason for family in FAMILIES if (reason := family.why_not(heads, device))]
+    if len(reasons) == len(FAMILIES) or heads.group > TILE_ROWS:
         parser.error(
-            f"expected at most {TILE_ROWS} q heads for a kv head and a head size of {list(LARGE)}, got {layout}"
+            f"expected at most {TILE_ROWS} q heads for a kv head, and kernels that serve: {'; '.join(reasons)}"
         )
-    device = jax.devices()[0]
-    clock = Clock(layout, device.core_count)
+    clock = Clock(layout, default_tiling(heads))
     times: dict[Task, Times] = {}
     for task in tqdm([*GRID, MASKED, *SEVERAL.values(), ONE_TILE], unit="measurement"):
         try:
@@ -108,31 +112,38 @@ def main() -> None:
 
 
 def _heads(text: str) -> tuple[int, int]:
-    q_heads, kv_heads = map(int, text.split("/"))
-    return q_heads, kv_heads
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not numbers or not int(numbers[2]) or not int(numbers[1]) or int(numbers[1]) % int(numbers[2]):
+        raise argparse.ArgumentTypeError(f"expected q heads / kv heads, such as 32/8, got {text!r}")
+    return int(numbers[1]), int(numbers[2])
 
 
 # ---------------------------------------------------------------------- what is measured
 
 
-def busy(layout: Layout, core_count: int) -> int:
+def heads_of(layout: HeadLayout) -> Heads:
+    """Return the heads of a layout."""
+    return Heads(layout.num_q_heads, layout.num_kv_heads, layout.head_dim, layout.head_dim)
+
+
+def busy(layout: HeadLayout, core_count: int) -> int:
     """Return how many thread blocks work: every node has one stream in each kv head."""
     return max(1, core_count // layout.num_kv_heads) * layout.num_kv_heads
 
 
-def forest_of(task: Task, layout: Layout, num_ctas: int) -> Forest:
+def forest_of(task: Task, layout: HeadLayout, tiling: Tiling) -> Forest:
     """Build a forest whose streams are the task's segments for so many thread blocks.
 
     There is a node for each tile or pair of tiles, or one for all of them. The requests that fill the tiles end there,
-    so that it does not grow and all rows see all tokens. Where masks are wanted, a chain of nodes that fill half a slot
-    of a block each takes the place of a node, so that every slot needs one.
+    so that it does not grow and all rows see all tokens. Where masks are wanted, a chain of nodes that fill half a page
+    of a block each takes the place of a node, so that every page needs one.
     """
-    requests = task.tiles * Packing.of(layout.num_q_heads // layout.num_kv_heads).units  # of a tile or pair
-    nodes = num_ctas // layout.num_kv_heads * task.segments
+    requests = task.tiles * (tiling.tile_rows // heads_of(layout).group)  # of a tile or pair
+    nodes = tiling.num_ctas // layout.num_kv_heads * task.segments
     if task.masked:
-        slot_tokens, _ = block_slots(layout.page_size, LARGE[layout.head_dim].block_tokens)
-        chain = task.tokens // slot_tokens
-        length, leaves = [slot_tokens // 2] * chain, [chain - 1] * (requests * nodes)
+        page_tokens, _ = pages_of_block(layout.page_size, tiling.block_tokens[1])
+        chain = task.tokens // page_tokens
+        length, leaves = [page_tokens // 2] * chain, [chain - 1] * (requests * nodes)
         return Forest.from_nodes(list(range(-1, chain - 1)), length, leaves, page_size=layout.page_size)
     if task.divided:
         return Forest.from_nodes([-1], [task.tokens * nodes], [0] * requests, page_size=layout.page_size)
@@ -142,30 +153,29 @@ def forest_of(task: Task, layout: Layout, num_ctas: int) -> Forest:
     return Forest.from_nodes([-1] * nodes, [task.tokens] * nodes, leaf, page_size=layout.page_size)
 
 
-def plan_of(task: Task, layout: Layout, num_ctas: int) -> tuple[Forest, Plan]:
+def plan_of(task: Task, layout: HeadLayout, tiling: Tiling) -> tuple[Forest, Plan]:
     """Plan such that every stream is one segment, of two tiles even where that is not worth its costs.
 
     Raises RuntimeError if some thread block would have other work than the task.
     """
-    forest = forest_of(task, layout, num_ctas)
+    forest = forest_of(task, layout, tiling)
     plan = make_plan(
         forest,
         num_q_heads=layout.num_q_heads,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        num_ctas=num_ctas,
-        tile_rows=Packing.of(layout.num_q_heads // layout.num_kv_heads).tile_rows,
-        block_tokens=LARGE[layout.head_dim].block_tokens,
-        lanes=2,
-        least_wide_tokens=1 if task.tiles == 2 else sys.maxsize,
+        num_ctas=tiling.num_ctas,
+        tile_rows=tiling.tile_rows,
+        block_tokens=tiling.block_tokens[1],
+        lanes=tiling.lanes,
+        min_wide_tokens=1 if task.tiles == 2 else 2**31 - 1,
         cost_model=CostModel.roofline(layout),
-        policy=num_ctas // layout.num_kv_heads if task.divided else 1,
+        policy=tiling.num_ctas // layout.num_kv_heads if task.divided else 1,
     )
-    of_each = np.diff(plan.cta_ptr)
-    segments = Segment(*plan.segments[: plan.cta_ptr[-1]].T)
+    of_each, segments = np.diff(plan.arrays.cta_ptr), plan.arrays.used_segments
     as_wanted = (of_each == task.segments).all() and (segments.is_wide == (task.tiles == 2)).all()
-    as_wanted &= ((segments.hi - segments.lo) * plan.block_tokens == task.tokens).all()
-    if not as_wanted or not (segments.masked == (segments.lo if task.masked else segments.hi)).all():
+    as_wanted &= ((segments.end - segments.begin) * plan.arrays.block_tokens == task.tokens).all()
+    if not as_wanted or not (segments.first_masked == (segments.begin if task.masked else segments.end)).all():
         raise RuntimeError(f"{task}: expected the same work for all thread blocks, got a plan with other segments")
     return forest, plan
 
@@ -173,9 +183,10 @@ def plan_of(task: Task, layout: Layout, num_ctas: int) -> tuple[Forest, Plan]:
 class Clock:
     """Random K and V for every task, and the time of the kernels of a call on them."""
 
-    def __init__(self, layout: Layout, core_count: int) -> None:
+    def __init__(self, layout: HeadLayout, tiling: Tiling) -> None:
         """Draw as many pages as the largest task reads."""
-        self.layout, self.num_ctas = layout, busy(layout, core_count)
+        self.layout, self.num_ctas = layout, busy(layout, tiling.num_ctas)
+        self.tiling = tiling._replace(num_ctas=self.num_ctas)
         nodes = self.num_ctas // layout.num_kv_heads
         num_pages = -(-max(TOKENS) // layout.page_size) * nodes
         shape = (num_pages, layout.page_size, layout.num_kv_heads, layout.head_dim)
@@ -184,11 +195,11 @@ class Clock:
 
     def measure(self, task: Task) -> Times:
         """Time the kernels of a call, the L2 cache flushed before each."""
-        forest, plan = plan_of(task, self.layout, self.num_ctas)
+        forest, plan = plan_of(task, self.layout, self.tiling)
         shape = (forest.request_capacity, 1, self.layout.num_q_heads, self.layout.head_dim)
         query = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
         arguments = jax.device_put((query, self.key, self.value, forest, plan))
-        attend = jax.jit(lambda *args: forest_attention(*args, implementation="mosaic"))
+        attend = jax.jit(lambda *args: forest_attention(*args))
         return kernel_times(lambda: attend(*arguments), lambda: _read(self.junk))
 
 
@@ -233,7 +244,7 @@ def kernel_times(call: Callable[[], object], flush: Callable[[], object]) -> Tim
 # ---------------------------------------------------------------------- what it says
 
 
-def fit(times: Mapping[Task, Times], layout: Layout, device: str, num_ctas: int) -> CostModel:
+def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: int) -> CostModel:
     """Take calls, segments and partials off PAC's times on the grid; what is left are rows over tokens.
 
     POR works for all thread blocks together, after the last of them: what it takes for one row tile is part of the time
@@ -250,14 +261,14 @@ def fit(times: Mapping[Task, Times], layout: Layout, device: str, num_ctas: int)
         )
 
     pac = {task: measured.pac for task, measured in times.items()}
-    # What a further segment costs, with one partial and with two.
+    # The cost of a further segment, with one partial and with two.
     opening = {
         tiles: (pac[several] - pac[whole]) / (several.segments - 1)
         for (tiles, several), whole in zip(SEVERAL.items(), wholes, strict=True)
     }
     merge = max(opening[2] - opening[1], 0.0)
     segment = max(opening[1] - merge, 0.0)
-    # What PAC without tokens would take, by the two least numbers of them.
+    # PAC without tokens, by the two smallest numbers of them.
     first, second = (pac[Task(1, n)] for n in tokens[:2])
     empty = first - (second - first) * tokens[0] / (tokens[1] - tokens[0])
     start = max(min(empty - segment - merge, first), 0.0)

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Int
 
 from codec_jax.forest import Forest
-from codec_jax.plan import Plan
-from pallas_kernels.columns import Page
+from codec_jax.planning import Plan
+from pallas_kernels.plan_format import Page
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Traffic:
     kv_tokens_unshared: int = 0  # each request its own context
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Add up two stretches of decoding."""
+        """Add up two spans of decoding."""
         return Traffic(
             self.generated_tokens + other.generated_tokens,
             self.kv_tokens_read + other.kv_tokens_read,
@@ -58,12 +58,12 @@ def count_pass(forest: Forest, plan: Plan) -> Traffic:
     """
     node, token = _pages(plan)
     return Traffic(
-        kv_tokens_read=int(np.clip(forest.length[node] - token, 0, plan.slot_tokens).sum(dtype=np.int64)),
+        kv_tokens_read=int(np.clip(forest.length[node] - token, 0, plan.arrays.page_tokens).sum(dtype=np.int64)),
         kv_tokens_unshared=int(forest.request_length.sum(dtype=np.int64)),
     )
 
 
 def _pages(plan: Plan) -> tuple[Int[np.ndarray, " pages"], Int[np.ndarray, " pages"]]:
     """Return the node of each page of each stream, and the index within the node of its first token."""
-    page = Page(*plan.pages.reshape(-1, 4).T)
+    page = Page(*plan.arrays.block_pages.reshape(-1, 4).T)
     return page.node[page.readers > 0], page.token[page.readers > 0]
