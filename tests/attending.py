@@ -45,6 +45,7 @@ class Layout(NamedTuple):
             tile_rows=self.tile_rows,
             block_tokens=self.block_tokens,
             lanes=self.lanes,
+            min_wide_tokens=24,
             block_capacity=-(-rows // self.tile_rows) * ENTRIES * parts,  # every tile reads every page
         )
 
@@ -118,9 +119,9 @@ def attend_each(
 
 def forest_of(tree: Tree, page_size: int = 16, page_order: np.ndarray | None = None) -> Forest:
     """The tree in arrays of the capacities above, on scattered pages if an order is given."""
-    forest = Forest.from_nodes(*tree, page_size=page_size, request_capacity=REQUESTS, node_capacity=NODES)
-    entries = forest.used_pages if page_order is None else page_order[forest.used_pages]
-    return forest.rebuild(entries=entries.astype(np.int32), entry_capacity=ENTRIES)
+    forest = Forest.from_nodes(*tree, page_size=page_size)
+    page_ids = forest.used_pages if page_order is None else page_order[forest.used_pages]
+    return Forest.build(forest.tree._replace(page_ids=page_ids), REQUESTS, NODES, ENTRIES)
 
 
 def slots_of(tree: Tree, page_size: int, page_order: np.ndarray) -> list[list[int]]:

@@ -18,6 +18,8 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_numpy_rank_promotion", "raise")
 # A GPU would round the factors of float32 products to 10 bits, also in the references.
 jax.config.update("jax_default_matmul_precision", "highest")
 

@@ -1,11 +1,11 @@
 """Cost models whose numbers are round."""
 
 from codec_jax import CostModel
-from codec_jax.cost import Layout
+from codec_jax.planning.cost import HeadLayout
 
 
 def cost_model(
-    layout: Layout,
+    layout: HeadLayout,
     *,
     block_tokens: int = 128,
     narrow: tuple[float, float] = (2.0, 1.0),

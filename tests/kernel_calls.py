@@ -10,8 +10,10 @@ from forests import Tree, ancestry
 
 from codec_jax import DraftTrees, Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
-from pallas_kernels.config import LARGE, SMALL
-from pallas_kernels.packing import Packing
+from codec_jax.planning import arrays_of
+from pallas_kernels import HOPPER, Scores
+from pallas_kernels.hopper.packing import Packing
+from pallas_kernels.hopper.tiling import BLOCKS
 
 PAGES = 192
 NODES = 128
@@ -30,14 +32,23 @@ def plan_of(forest: Forest, heads: Heads, **options: int) -> Plan:
     sizes = {
         "num_ctas": 132,
         "tile_rows": Packing.of(heads.q // heads.kv).tile_rows,
-        "block_tokens": LARGE.get(heads.dim, LARGE[128]).block_tokens,
+        "block_tokens": BLOCKS.get(heads.dim, BLOCKS[128])[1].tokens,
         "lanes": 2,
+        "min_wide_tokens": 24,
         "block_capacity": 256,
     }
     return make_plan(forest, num_q_heads=heads.q, num_kv_heads=heads.kv, head_dim=heads.dim, **(sizes | options))
 
 
-CONFIGS = sorted({(dim, config.block_tokens) for table in (LARGE, SMALL) for dim, config in table.items()})
+def attend_hopper(query: Any, key_pages: Any, value_pages: Any, forest: Forest, plan: Plan, readers: Any = None) -> Any:
+    """The output of the kernels, without what `forest_attention` does around them."""
+    forest = jax.tree.map(jnp.asarray, forest)
+    position, arrays = forest.positions(query.shape[1]), arrays_of(forest)
+    given = (position, arrays, plan.arrays, plan.guard, Scores(0.1), readers)
+    return HOPPER.attend(query, key_pages, value_pages, *given)[0]
+
+
+CONFIGS = sorted({(dim, block.tokens) for dim, blocks in BLOCKS.items() for block in blocks})
 
 
 class Arrays(NamedTuple):
@@ -147,9 +158,10 @@ def check(
 
 def grown(tree: Tree, page_size: int = 16, seed: int | None = None, **capacities: int) -> Forest:
     """The tree as a forest of fixed capacities, on scattered pages if there is a seed."""
-    forest = Forest.from_nodes(*tree, page_size=page_size, node_capacity=NODES, **capacities)
+    forest = Forest.from_nodes(*tree, page_size=page_size, **capacities)
     pages = np.arange(PAGES) if seed is None else np.random.default_rng(seed).permutation(PAGES)
-    return forest.rebuild(entries=pages[forest.used_pages].astype(np.int32), entry_capacity=PAGES)
+    tree_ = forest.tree._replace(page_ids=pages[forest.used_pages])
+    return Forest.build(tree_, node_capacity=NODES, page_capacity=PAGES)
 
 
 # One request ends at an inner node, two at the same leaf; nodes without tokens, of one token, and of full blocks.

@@ -4,22 +4,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 from forests import ancestry, page_sizes, trees
 from hypothesis import strategies as st
 
-from codec_jax import Forest, PagePool, Plan, make_plan, streams
+from codec_jax import Forest, PagePool, Plan, make_plan
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-TILING = {"num_ctas": 3, "tile_rows": 8, "block_tokens": 32}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def wide_streams() -> Iterator[None]:
-    """Let pairs of tiles share even the little that small forests have for both."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(streams, "LEAST_WIDE_TOKENS", 24)
-        yield
+#: Pairs of tiles share even the little that small forests have for both.
+TILING = {"num_ctas": 3, "tile_rows": 8, "block_tokens": 32, "min_wide_tokens": 24}
 
 
 class Case(NamedTuple):
@@ -28,10 +20,10 @@ class Case(NamedTuple):
     forest: Forest
     pool: PagePool
     options: dict
-    least_wide_tokens: int
+    min_wide_tokens: int
 
     def plan(self, **options) -> Plan:
-        return make_plan(self.forest, **{**self.options, "least_wide_tokens": self.least_wide_tokens, **options})
+        return make_plan(self.forest, **{**self.options, "min_wide_tokens": self.min_wide_tokens, **options})
 
 
 @st.composite
@@ -80,25 +72,27 @@ def room(forest, steps):
 
 
 class Segment(NamedTuple):
-    tile: int
-    other_tile: int
+    tile0: int
+    tile1: int
     head: int
-    lo: int
-    masked: int
-    hi: int
-    partial: int
-    other_partial: int
-    unit: int
-    other_unit: int
+    begin: int
+    first_masked: int
+    end: int
+    partial0: int
+    partial1: int
+    query_start0: int
+    query_start1: int
 
     @property
     def partial_of_tile(self) -> dict[int, int]:
         """The partial that the segment leaves for its tile, or for each of its two."""
-        return {self.other_tile: self.other_partial, self.tile: self.partial}
+        return {self.tile1: self.partial1, self.tile0: self.partial0}
 
     def rows(self, plan: Plan) -> np.ndarray:
         """The packed rows of its tiles, one tile after the other."""
-        return np.concatenate([np.arange(plan.tile_rows) + t * plan.tile_rows for t in sorted(self.partial_of_tile)])
+        return np.concatenate(
+            [np.arange(plan.arrays.tile_rows) + t * plan.arrays.tile_rows for t in sorted(self.partial_of_tile)]
+        )
 
 
 class Page(NamedTuple):
@@ -113,40 +107,40 @@ class Page(NamedTuple):
 
 def num_wide(plan: Plan) -> int:
     """Count the segments of two tiles."""
-    segments = plan.segments[: plan.cta_ptr[-1]]
+    segments = plan.arrays.segments[: plan.arrays.cta_ptr[-1]]
     return int((segments[:, 0] != segments[:, 1]).sum())
 
 
 def used_segments(plan):
-    return [Segment(*fields) for fields in plan.segments[: plan.cta_ptr[-1]].tolist()]
+    return [Segment(*fields) for fields in plan.arrays.segments[: plan.arrays.cta_ptr[-1]].tolist()]
 
 
 def pages_of(plan, lo, hi) -> Iterator[Page]:
     """The pages in the slots of blocks [lo, hi) that are in use."""
-    for number, node, token, readers in plan.pages[lo:hi].reshape(-1, 4).tolist():
+    for number, node, token, readers in plan.arrays.block_pages[lo:hi].reshape(-1, 4).tolist():
         if readers:
             yield Page(number, node, token, readers % 2**16, readers // 2**16)
 
 
 def rows_of(plan, forest):
     """(request, query token) of every packed row; None where no request in use has the row."""
-    rows = [None] * (plan.num_tiles * plan.tile_rows)
+    rows = [None] * (plan.arrays.num_tiles * plan.arrays.tile_rows)
     for request in np.flatnonzero(forest.active).tolist():
-        first = int(forest.query_order[request]) * plan.query_tokens * plan.group
-        for token in range(plan.query_tokens):
-            for member in range(plan.group):
-                rows[first + token * plan.group + member] = (request, token)
+        first = int(forest.row_of_request[request]) * plan.arrays.query_tokens * plan.heads.group
+        for token in range(plan.arrays.query_tokens):
+            for member in range(plan.heads.group):
+                rows[first + token * plan.heads.group + member] = (request, token)
     return rows
 
 
 def visible(plan, case, forest):
     """Which packed row must see which token slot, from the contexts: bool [rows, token slots]."""
-    out = np.zeros((plan.num_tiles * plan.tile_rows, case.pool.num_pages * forest.page_size), bool)
+    out = np.zeros((plan.arrays.num_tiles * plan.arrays.tile_rows, case.pool.num_pages * forest.page_size), bool)
     for row, of in enumerate(rows_of(plan, forest)):
         if of is not None:
             request, token = of
             context = forest.context_slots(request)
-            out[row, context[: max(0, len(context) - plan.query_tokens + token + 1)]] = True
+            out[row, context[: max(0, len(context) - plan.arrays.query_tokens + token + 1)]] = True
     return out
 
 
@@ -156,27 +150,27 @@ def visits(plan, case, forest):
     positions = np.full(len(rows), -1)
     for row, of in enumerate(rows):
         if of is not None:
-            positions[row] = len(forest.context_slots(of[0])) - plan.query_tokens + of[1]
+            positions[row] = len(forest.context_slots(of[0])) - plan.arrays.query_tokens + of[1]
     above = {
         node: sum(int(forest.length[n]) for n in ancestry(forest.parent, int(forest.parent[node])))
-        for node in np.unique(plan.pages[..., 1])
+        for node in np.unique(plan.arrays.block_pages[..., 1])
     }
     segments = used_segments(plan)
-    out = np.zeros((len(rows), plan.num_kv_heads, case.pool.num_pages * forest.page_size), int)
-    for cta in range(len(plan.cta_ptr) - 1):
-        for segment in segments[plan.cta_ptr[cta] : plan.cta_ptr[cta + 1]]:
+    out = np.zeros((len(rows), plan.heads.num_kv_heads, case.pool.num_pages * forest.page_size), int)
+    for cta in range(len(plan.arrays.cta_ptr) - 1):
+        for segment in segments[plan.arrays.cta_ptr[cta] : plan.arrays.cta_ptr[cta + 1]]:
             of_segment = segment.rows(plan)
-            for page in pages_of(plan, segment.lo, segment.hi):
+            for page in pages_of(plan, segment.begin, segment.end):
                 assert 0 <= page.lo < page.hi <= len(of_segment)
-                tokens = np.arange(max(0, min(plan.slot_tokens, int(forest.length[page.node]) - page.token)))
+                tokens = np.arange(max(0, min(plan.arrays.page_tokens, int(forest.length[page.node]) - page.token)))
                 readers = of_segment[page.lo : page.hi]
                 seen = np.ones((len(readers), len(tokens)), bool)
-                if plan.query_tokens > 1:
+                if plan.arrays.query_tokens > 1:
                     seen = above[page.node] + page.token + tokens <= positions[readers, None]
-                out[readers[:, None], segment.head, page.number * plan.slot_tokens + tokens] += seen
+                out[readers[:, None], segment.head, page.number * plan.arrays.page_tokens + tokens] += seen
     return out
 
 
 def assert_computes_everything_once(plan, case, forest):
     expected = visible(plan, case, forest)
-    np.testing.assert_array_equal(visits(plan, case, forest), np.repeat(expected[:, None], plan.num_kv_heads, 1))
+    np.testing.assert_array_equal(visits(plan, case, forest), np.repeat(expected[:, None], plan.heads.num_kv_heads, 1))

@@ -1,0 +1,229 @@
+"""Arguments of FlashDecoding's call: honoured, ignored, or refused by name."""
+
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+from paged_rows import (
+    BLOCKS,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    ROOM,
+    ROWS,
+    Rows,
+    arrays,
+    assert_attends,
+    attend_each,
+    no_plans,  # noqa: F401
+    table,
+)
+
+from codec_jax.flash_decoding import flash_attn_with_kvcache, plans
+
+# What upstream takes, with its defaults: flash-attn 2.8 and 3, after q, k_cache and v_cache.
+UPSTREAM = {
+    "k": None,
+    "v": None,
+    "qv": None,
+    "rotary_cos": None,
+    "rotary_sin": None,
+    "cache_seqlens": None,
+    "cache_batch_idx": None,
+    "cache_leftpad": None,
+    "block_table": None,
+    "page_table": None,
+    "cu_seqlens_q": None,
+    "cu_seqlens_k_new": None,
+    "max_seqlen_q": None,
+    "rotary_seqlens": None,
+    "q_descale": None,
+    "k_descale": None,
+    "v_descale": None,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "attention_chunk": 0,
+    "softcap": 0.0,
+    "rotary_interleaved": True,
+    "scheduler_metadata": None,
+    "alibi_slopes": None,
+    "num_splits": 0,
+    "pack_gqa": None,
+    "sm_margin": 0,
+    "return_softmax_lse": False,
+}
+
+
+def test_every_argument_of_flash_attn_may_have_its_default() -> None:
+    given, rows = arrays(), Rows(table(2), np.full(ROWS, 50))
+    out = flash_attn_with_kvcache(*given, **{**UPSTREAM, **rows._asdict()})
+    chex.assert_trees_all_close(np.asarray(out, np.float64), attend_each(given, rows)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"num_splits": 3},
+        {"pack_gqa": True},
+        {"sm_margin": 8},
+        {"scheduler_metadata": np.zeros(3)},
+        {"max_seqlen_q": 1},
+        {"rotary_interleaved": False},
+    ],
+    ids=lambda hint: next(iter(hint)),
+)
+def test_arguments_that_say_how_to_compute_are_ignored(hint: dict[str, Any]) -> None:
+    assert_attends(arrays(), Rows(table(2), np.full(ROWS, 50)), **hint)
+
+
+REFUSED = {
+    "k": np.zeros((ROWS, 1, KV_HEADS, HEAD_DIM)),
+    "v": np.zeros((ROWS, 1, KV_HEADS, HEAD_DIM)),
+    "qv": np.zeros((ROWS, 1, HEADS, HEAD_DIM)),
+    "rotary_cos": np.zeros((64, 16)),
+    "rotary_sin": np.zeros((64, 16)),
+    "rotary_seqlens": np.zeros(ROWS, np.int32),
+    "cache_leftpad": np.arange(ROWS),
+    "page_table": np.zeros((ROWS, 1), np.int32),
+    "cu_seqlens_q": np.arange(ROWS + 1),
+    "cu_seqlens_k_new": np.arange(ROWS + 1),
+    "q_descale": np.full((ROWS, 1), 0.5),
+    "k_descale": np.full((ROWS, 1), 0.5),
+    "v_descale": 2.0,
+    "alibi_slopes": np.zeros(HEADS),
+    "window_size": (-1, 0),
+    "attention_chunk": 128,
+    "softcap": 30.0,
+}
+
+
+def test_every_argument_of_flash_attn_is_honoured_ignored_or_refused() -> None:
+    honoured = {"cache_seqlens", "cache_batch_idx", "block_table", "softmax_scale", "causal", "return_softmax_lse"}
+    ignored = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_q", "rotary_interleaved"}
+    assert honoured | ignored | REFUSED.keys() == UPSTREAM.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name_with_the_way_out(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got .*; \w+"):
+        flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, **{name: REFUSED[name]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cache_leftpad", np.zeros(ROWS, np.int32)),
+        ("k_descale", 1.0),
+        ("v_descale", np.ones((ROWS, 1))),
+        ("softcap", 0.0),
+    ],
+)
+def test_a_value_that_asks_for_nothing_is_taken(name: str, value: object) -> None:
+    usual = flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50)
+    got = flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, **{name: value})
+    np.testing.assert_array_equal(got, usual)
+
+
+def test_k_and_v_are_refused_where_flash_attn_has_them_too() -> None:
+    new = np.zeros((ROWS, 1, KV_HEADS, HEAD_DIM))
+    with pytest.raises(ValueError, match=r"^k: expected None, got an array of shape .*; \w+"):
+        flash_attn_with_kvcache(*arrays(), new, new, block_table=table(2), cache_seqlens=50)  # type: ignore[call-overload]
+
+
+def test_what_is_no_array_is_shown_as_it_is() -> None:
+    with pytest.raises(ValueError, match=r"^window_size: expected \(-1, -1\), got \(128, 0\); "):
+        flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, window_size=(128, 0))
+
+
+def test_an_argument_that_flash_attn_does_not_have_is_refused_as_python_does() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'blocktable'"):
+        flash_attn_with_kvcache(*arrays(), blocktable=table(2))
+
+
+WRONG = {
+    "q without heads": ({"q": np.zeros((ROWS, HEADS, HEAD_DIM), np.float32)}, r"^q: expected \[batch, seqlen_q"),
+    "q of integers": ({"q": np.zeros((ROWS, 1, HEADS, HEAD_DIM), np.int32)}, r"^q: expected float32.*got int32"),
+    "another head size": ({"k_cache": np.zeros((BLOCKS, PAGE, 2, 32), np.float32)}, r"^k_cache: expected .*, 64\]"),
+    "kv heads that do not divide": (
+        {"k_cache": np.zeros((BLOCKS, PAGE, 3, HEAD_DIM), np.float32)},
+        r"^k_cache: expected .*a divisor of 4, got shape \(48, 16, 3, 64\)",
+    ),
+    "caches of integers": (
+        {name: np.zeros((BLOCKS, PAGE, KV_HEADS, HEAD_DIM), np.int8) for name in ("k_cache", "v_cache")},
+        r"^k_cache: expected float32.*got int8",
+    ),
+    "a value head size of its own": (
+        {"v_cache": np.zeros((BLOCKS, PAGE, KV_HEADS, 32), np.float32)},
+        r"^v_cache: expected float32 of shape .* like k_cache, got float32 of shape \(48, 16, 2, 32\)",
+    ),
+    "pages of 12 tokens": (
+        {name: np.zeros((BLOCKS, 12, KV_HEADS, HEAD_DIM), np.float32) for name in ("k_cache", "v_cache")},
+        r"^k_cache: expected a page_block_size that is a multiple of 8, got 12",
+    ),
+    "room for 12 tokens": (
+        {
+            **{name: np.zeros((ROWS, 12, KV_HEADS, HEAD_DIM), np.float32) for name in ("k_cache", "v_cache")},
+            "block_table": None,
+            "cache_seqlens": 12,
+        },
+        r"^k_cache: expected room for a multiple of 8 tokens where there is no block_table, got 12; make",
+    ),
+    "fewer rows than queries": (
+        {
+            **{name: np.zeros((3, 64, KV_HEADS, HEAD_DIM), np.float32) for name in ("k_cache", "v_cache")},
+            "block_table": None,
+        },
+        r"^cache_batch_idx: expected one of the 3 rows of k_cache for each of the 5 rows of q",
+    ),
+    "an index of no row": (
+        {"block_table": None, "cache_seqlens": 8, "cache_batch_idx": [0, 1, 2, 3, BLOCKS]},
+        r"^cache_batch_idx: expected one of the 48 rows of k_cache .*got \[0, 1, 2, 3, 48\]",
+    ),
+    "an index below 0": (
+        {"block_table": None, "cache_seqlens": 8, "cache_batch_idx": [0, 1, 2, 3, -1]},
+        r"^cache_batch_idx: expected one of the 48 rows of k_cache .*got \[0, 1, 2, 3, -1\]",
+    ),
+    "indices beside a table": (
+        {"cache_batch_idx": np.arange(ROWS)},
+        r"^cache_batch_idx: expected None with a block_table; reorder the rows",
+    ),
+    "a table of other rows": ({"block_table": table(2)[:3]}, r"^block_table: expected integers of shape \[5, max_bl"),
+    "a table of floats": ({"block_table": table(2) * 1.0}, r"^block_table: expected integers .*got float64"),
+    "a block below 0": (
+        {"block_table": np.where(table(2) == table(2)[2, 3], -1, table(2))},
+        r"^block_table: expected page ids, got block_table\[2, 3\] = -1",
+    ),
+    "a block past the cache": (
+        {"block_table": np.where(table(2) == table(2)[2, 3], BLOCKS, table(2))},
+        r"^block_table: expected block ids below 48, which is what k_cache has, got 48",
+    ),
+    "lengths of other rows": ({"cache_seqlens": [1, 2]}, r"^cache_seqlens: expected an integer, or one for each of"),
+    "a length of floats": ({"cache_seqlens": 3.0}, r"^cache_seqlens: expected an integer.*got float64"),
+    "a length past the table": (
+        {"cache_seqlens": [64, 64, 65, 64, 64]},
+        r"^cache_seqlens: expected lengths in \[0, 64\], .*got 65 for row 2",
+    ),
+    "a length below 0": ({"cache_seqlens": -1}, r"^cache_seqlens: expected lengths in \[0, 64\], .*got -1 for row 0"),
+    "a scale that is not finite": ({"softmax_scale": np.inf}, r"^softmax_scale: expected a finite number, got inf"),
+    "an unknown implementation": ({"implementation": "cuda"}, r"^implementation: expected 'mosaic', 'xla' or None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
+    changes, message = WRONG[case]
+    arguments = {**arrays()._asdict(), "block_table": table(2), "cache_seqlens": ROOM, **changes}
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(**arguments)
+
+
+def test_a_refused_table_leaves_the_plans_as_they_were() -> None:
+    given, rows = arrays(), Rows(table(2), np.full(ROWS, 50))
+    assert_attends(given, rows)
+    before = plans.info()
+    with pytest.raises(ValueError, match=r"^block_table: "):
+        flash_attn_with_kvcache(*given, block_table=rows.block_table + BLOCKS, cache_seqlens=50)
+    assert plans.info() == before

@@ -1,0 +1,207 @@
+"""The Hopper kernels step by step on a CPU: results, races, and barriers that nobody waits for.
+
+Copies, rings, barriers, masks and segments are those of the GPU; `simulator` says what is not.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forests import Tree, renumbered
+from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, plan_of
+from plan_cases import num_wide
+
+from codec_jax import Forest, PagePool
+from codec_jax.attention import backends
+from codec_jax.attention.xla import XLA
+from pallas_kernels import HOPPER
+
+if not hasattr(plgpu, "InterpretGPUParams"):
+    pytest.skip(
+        "before JAX 0.11 the interpreter knows neither layouts nor copies past an array's end", allow_module_level=True
+    )
+from simulator import simulate
+
+from pallas_kernels.hopper import pac, pac_compute, por
+
+# Copies that share one of the simulated threads of the copy engine hide each other's races.
+PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+RACE = "RACE DETECTED"
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the kernels serve on this machine."""
+    simulate(monkeypatch, PARAMS)
+    monkeypatch.setattr(backends, "BACKENDS", (HOPPER._replace(why_not=lambda *_: None), XLA))
+    for jitted in (attend, HOPPER.attend):
+        jitted.clear_cache()
+    yield
+    HOPPER.attend.clear_cache()
+
+
+class Case(NamedTuple):
+    """A tree, its capacities, and the arguments of `make_plan`."""
+
+    tree: Tree
+    heads: Heads
+    query_tokens: int = 1
+    page_size: int = 16
+    num_ctas: int = 2
+    block_tokens: int = 128
+    requests: int | None = None
+    dtype: Any = jnp.bfloat16
+    wide: bool = False
+    grain: int = 1  # of POR, by the number of streams
+
+
+CASES = {
+    "one segment after another": Case(TREE, Heads(2, 2, 64), requests=9),
+    "more blocks than a ring holds": Case(Tree([-1, 0, 0], [700, 9, 130], [2, 1]), Heads(1, 1, 128), num_ctas=1),
+    "short blocks, parts of pages": Case(SIX, Heads(4, 1, 128), page_size=256, num_ctas=1, block_tokens=64),
+    "two accumulators a row": Case(SIX, Heads(2, 1, 256), block_tokens=64, dtype=jnp.float16),
+    "more thread blocks than work": Case(Tree([-1], [5], [0]), Heads(4, 2, 64), num_ctas=5),
+    # In the wide segment too there are blocks that some rows see in full and the others not at all.
+    "a wide segment and narrow ones": Case(
+        Tree([-1, 0, 0, *[1] * 6, 0, 0], [150, 240, *range(9)], list(range(10, 1, -1))), Heads(16, 1, 64), wide=True
+    ),
+    "wide, causal, rows in any order": Case(
+        Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64), query_tokens=5, wide=True
+    ),
+    "causal and narrow": Case(TREE, Heads(2, 1, 64), query_tokens=3, page_size=24),
+    "seven q heads, row by row": Case(SIX, Heads(7, 1, 64), page_size=8, grain=4),
+    "a stream for many thread blocks": Case(SIX, Heads(4, 1, 128), num_ctas=4, grain=0),
+    "some streams": Case(SIX, Heads(4, 2, 128), num_ctas=4, grain=2),
+    "more streams": Case(TREE, Heads(3, 1, 64), num_ctas=3, grain=3),
+    "many streams": Case(TREE, Heads(8, 2, 64), num_ctas=3, grain=4),
+    "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_interpreted_kernels_equal_dense_attention_without_races(
+    case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(por, "_GRAINS", {math.inf: list(por._GRAINS.values())[case.grain]})
+    forest = Forest.from_nodes(*case.tree, page_size=case.page_size, request_capacity=case.requests)
+    plan = plan_of(
+        forest,
+        case.heads,
+        query_tokens=case.query_tokens,
+        num_ctas=case.num_ctas,
+        block_tokens=case.block_tokens,
+        block_capacity=0,
+    )
+    assert (num_wide(plan) > 0) == case.wide
+    num_pages = len(forest.used_pages) + 1
+    arrays = Arrays.random(forest, case.heads, case.dtype, 0, case.query_tokens, num_pages)
+    check(arrays, forest, plan)
+    assert RACE not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("query_tokens", [1, 2])
+def test_one_plan_serves_leaves_that_grow_without_races(query_tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    heads, forest = Heads(2, 1, 64), Forest.from_nodes([-1, 0, 0], [100, 15, 31], [1, 2, 0])
+    forest, _ = forest.reserve(PagePool.create(32, forest.used_pages), 20)
+    plan = plan_of(forest, heads, steps=20, query_tokens=query_tokens, num_ctas=2, block_capacity=0)
+    for step in range(2):
+        check(Arrays.random(forest, heads, jnp.bfloat16, step, query_tokens, num_pages=32), forest, plan)
+        forest = forest.extend(np.asarray([17, 2, 9])) if step == 0 else forest
+    assert RACE not in capsys.readouterr().out
+
+
+def test_a_nan_in_k_stays_with_its_reader_where_its_neighbours_are_masked_by_row() -> None:
+    heads, forest = Heads(2, 1, 128), Forest.from_nodes([-1, 0, 0], [16, 150, 9], [1, 2])
+    plan = plan_of(forest, heads, num_ctas=1, block_tokens=64, block_capacity=0)
+    query, keys, values = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=16)
+    page, place = divmod(int(forest.context_slots(0)[100]), forest.page_size)  # in a block of this request alone
+    arrays = Arrays(query, keys.at[page, place].set(jnp.nan), values)
+    check(arrays, forest, plan, requests=[1])
+
+
+class Drafts(NamedTuple):
+    """Leaves that end in candidates, their trees, and the sizes that matter."""
+
+    lengths: list[int]
+    parent: list[list[int]]
+    heads: Heads
+    page_size: int = 16
+    block_tokens: int = 128
+    dtype: Any = jnp.bfloat16
+    wide: bool = False
+    root: int = 70
+
+
+# Depth first: a chain and a star, two roots, trees of two levels; the last requests have candidates of no tree.
+FIVE = [[-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0], [-1, 0, -1, 2, 2], [-1, 0, 1, 1, 0], [-1] * 5, [-1, 0, 1, -1, -1]]
+DRAFTS = {
+    "narrow, pages of several requests in a block": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(4, 2, 64)),
+    "wide": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(16, 1, 64), wide=True),
+    "a request over several tiles": Drafts(
+        # The root and a page that ends with a request's first candidate would fill two blocks, were that page unmasked.
+        [7, 5], [renumbered([-1, -1, 1, 1, 0, 0, *range(5, 16), *range(2, 17)])] * 2, Heads(4, 1, 128),
+        page_size=8, block_tokens=64, dtype=jnp.float16, wide=True, root=120,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DRAFTS.values(), ids=DRAFTS.keys())
+def test_draft_trees_equal_dense_attention_without_races(case: Drafts, capsys: pytest.CaptureFixture[str]) -> None:
+    requests, tokens = len(case.lengths), len(case.parent[0])
+    tree = Tree([-1] + [0] * requests, [case.root, *case.lengths], [*range(requests, 0, -1)])
+    forest = Forest.from_nodes(*tree, page_size=case.page_size)
+    forest, _ = forest.reserve(PagePool.create(64, forest.used_pages), tokens)
+    forest = forest.extend(tokens)
+    plan = plan_of(
+        forest, case.heads, query_tokens=tokens, num_ctas=2, block_tokens=case.block_tokens, block_capacity=0
+    )
+    assert (num_wide(plan) > 0) == case.wide
+    arrays = Arrays.random(forest, case.heads, case.dtype, 0, tokens, num_pages=64)
+    check(arrays, forest, plan, parent=case.parent)
+    assert RACE not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("length", "exact"), [(11, True), (12, False)])
+def test_a_plan_gives_nan_past_its_steps(length: int, exact: bool) -> None:
+    heads, now = Heads(2, 1, 64), Forest.from_nodes([-1, 0], [20, length], [1])
+    plan = plan_of(Forest.from_nodes([-1, 0], [20, 9], [1]), heads, steps=2, num_ctas=1, block_capacity=0)
+    arrays = Arrays.random(now, heads, jnp.bfloat16, 0, num_pages=4)
+    now, plan = jax.device_put((now, plan))
+    out = attend(*arrays, now, plan, implementation="mosaic")
+    assert np.isnan(np.asarray(out, np.float32)).all() == (not exact)
+
+
+@pytest.mark.parametrize("barrier", ["keys_full", "values_full"])
+def test_a_missing_wait_is_a_race(
+    barrier: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class WithoutOneWait:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plgpu, name)
+
+        def barrier_wait(self, ref: Any) -> None:
+            if getattr(ref, "ref", ref) is not self.skipped:
+                plgpu.barrier_wait(ref)
+
+    broken, compute = WithoutOneWait(), pac.compute
+
+    def compute_without_it(pipeline: Any) -> None:
+        broken.skipped = getattr(pipeline.refs, barrier)
+        compute(pipeline)
+
+    monkeypatch.setattr(pac_compute, "plgpu", broken)
+    monkeypatch.setattr(pac, "compute", compute_without_it)
+    heads, forest = Heads(2, 1, 64), Forest.from_nodes([-1], [200], [0])
+    plan = plan_of(forest, heads, num_ctas=1, block_capacity=0)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=16)
+    try:
+        jax.block_until_ready(attend(*arrays, forest, plan, implementation="mosaic"))
+        said = capsys.readouterr().out
+    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises what the versions before it print
+        said = str(error)
+    assert RACE in said

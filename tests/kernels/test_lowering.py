@@ -1,0 +1,151 @@
+"""The Hopper kernels on any machine: what they lower to for CUDA, and what they refuse."""
+
+import re
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernel_calls import CONFIGS, Heads, attend_hopper, plan_of
+
+from codec_jax import Forest
+from codec_jax.attention import forest_attention
+from pallas_kernels import HOPPER
+from pallas_kernels import Heads as AllHeads
+
+
+class Call(NamedTuple):
+    """One call of the kernels: shapes, and the block that the planner is told to use."""
+
+    heads: Heads
+    block_tokens: int
+    page_size: int = 16
+    requests: int = 9
+    query_tokens: int = 1
+
+
+ONE_TILE = [Call(Heads(32, 8, dim), block, requests=3) for dim, block in CONFIGS]
+SEVERAL_TILES = [Call(Heads(32, 8, dim), block, requests=21, query_tokens=4) for dim, block in CONFIGS]
+LAYOUTS = [
+    Call(Heads(32, 32, 128), 128, page_size=256, requests=100),
+    Call(Heads(32, 16, 128), 64, page_size=8, query_tokens=33),
+    Call(Heads(6, 2, 64), 128, page_size=24, requests=1),
+    Call(Heads(28, 4, 128), 64, page_size=48, query_tokens=2),
+    Call(Heads(16, 1, 128), 128, page_size=128, requests=1),
+    Call(Heads(71, 1, 64), 128, page_size=32, requests=2),
+    Call(Heads(71, 1, 64), 128, page_size=64, query_tokens=3),
+    Call(Heads(8, 4, 256), 64, page_size=256, query_tokens=2),
+    Call(Heads(8, 8, 256), 64, page_size=8, requests=70),
+    Call(Heads(32, 8, 128), 128, requests=1024),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        *((call, jnp.bfloat16) for call in ONE_TILE),
+        *((call, jnp.float16) for call in SEVERAL_TILES),
+        *((call, (jnp.bfloat16, jnp.float16)[i % 2]) for i, call in enumerate(LAYOUTS)),
+    ],
+    ids=str,
+)
+def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(call: Call, dtype: Any) -> None:
+    heads, tokens = call.heads, call.query_tokens
+    forest = Forest.from_nodes([-1, 0], [200, 40], [1] * call.requests, page_size=call.page_size)
+    plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=call.block_tokens)
+    query = jax.ShapeDtypeStruct((call.requests, tokens, heads.q, heads.dim), dtype)
+    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), dtype)
+
+    lowered = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
+    assert (lowered.out_info.shape, lowered.out_info.dtype) == (query.shape, dtype)
+    text = lowered.as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+    assert "stablehlo.transpose" not in text
+    assert tokens > 1 or "stablehlo.gather" not in text
+
+
+def test_calls_of_a_step_that_differ_only_in_their_arrays_are_lowered_once() -> None:
+    heads, forest = Heads(8, 2, 128), Forest.from_nodes([-1, 0], [200, 40], [1])
+    plan = plan_of(forest, heads, block_tokens=128)
+    query = jax.ShapeDtypeStruct((1, 1, heads.q, heads.dim), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), jnp.bfloat16)
+
+    def layers(query: jax.Array, *arguments: Any) -> jax.Array:
+        for _ in range(3):
+            query = attend_hopper(query, *arguments)
+        return query
+
+    lowered = jax.jit(layers).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+def test_draft_trees_lower_for_cuda_as_two_kernels_with_one_column_of_masks() -> None:
+    heads, tokens, requests = Heads(32, 8, 128), 9, 5
+    forest = Forest.from_nodes([-1, *[0] * requests], [200, *[40] * requests], range(1, requests + 1))
+    query = jax.ShapeDtypeStruct((requests, tokens, heads.q, heads.dim), jnp.bfloat16)
+    for block_tokens in (64, 128):
+        plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=block_tokens)
+        pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), jnp.bfloat16)
+        readers = jax.ShapeDtypeStruct((plan.arrays.block_pages.shape[0], block_tokens), jnp.int32)
+
+        traced = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan, readers)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+# --- What is refused --------------------------------------------------------------------------------------------
+
+
+def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
+    return SimpleNamespace(
+        platform=platform, compute_capability=capability, device_kind="a test's device", core_count=132
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"head_dim": 64}, None),
+        ({"block_tokens": 64}, None),
+        ({"page_size": 256}, None),
+        (
+            {"device": device(capability="8.0")},
+            r"it needs a Hopper GPU \(sm_90\), the default device is a test's device",
+        ),
+        ({"device": device(capability="10.0")}, "it needs a Hopper GPU"),
+        ({"device": device("cpu")}, "it needs a Hopper GPU"),
+        ({"query": jnp.float32}, "it takes bfloat16 or float16, the same for all, got float32 and bfloat16"),
+        ({"pages": jnp.float16}, "it takes bfloat16 or float16, the same for all, got bfloat16 and float16"),
+        (
+            {"head_dim": 96},
+            "it takes head sizes 64, 128, 256, the same for keys and values, got 96 for keys and 96 for values",
+        ),
+        ({"value_head_dim": 64}, "the same for keys and values, got 128 for keys and 64 for values"),
+        ({"lanes": 1}, "it takes plans of 64 rows a tile, 2 lanes and blocks of 64 or 128 tokens, got .* 1 lanes"),
+        ({"tile_rows": 16}, "it takes plans of 64 rows a tile, .*, got 16 rows"),
+        ({"block_tokens": 256}, "blocks of 64 or 128 tokens, got .* blocks of 256 tokens"),
+        ({"head_dim": 256, "block_tokens": 128}, "blocks of 64 tokens, got .* blocks of 128 tokens"),
+    ],
+    ids=str,
+)
+def test_why_not_names_what_the_kernels_do_not_take(changed: dict[str, Any], reason: str | None) -> None:
+    options = dict(changed)
+    head_dim, page_size = options.pop("head_dim", 128), options.pop("page_size", 16)
+    default_device = options.pop("device", device())
+    query = jax.ShapeDtypeStruct((1, 1, 8, head_dim), options.pop("query", jnp.bfloat16))
+    pages = jax.ShapeDtypeStruct((64, page_size, 2, head_dim), options.pop("pages", jnp.bfloat16))
+    values = jax.ShapeDtypeStruct((*pages.shape[:3], options.pop("value_head_dim", head_dim)), pages.dtype)
+    forest = Forest.from_nodes([-1], [40], [0], page_size=page_size)
+    plan = plan_of(forest, Heads(8, 2, head_dim), **options)
+    got = HOPPER.why_not(AllHeads.of(query, pages, values), default_device, None, plan.arrays)
+    assert got is None if reason is None else re.search(reason, got)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says why there is no Hopper GPU; here may be one")
+def test_without_a_hopper_gpu_the_reason_is_the_device() -> None:
+    forest = Forest.from_nodes([-1], [20], [0])
+    query, pages = jnp.zeros((1, 1, 8, 64), jnp.bfloat16), jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
+    plan = plan_of(forest, Heads(8, 2, 64))
+    with pytest.raises(ValueError, match=r"implementation: 'mosaic' cannot serve: .*Hopper.*'xla'"):
+        forest_attention(query, pages, pages, forest, plan, implementation="mosaic")

@@ -1,0 +1,102 @@
+"""What stands in for `tensor_core` where the GPU interpreter of Pallas runs the Hopper kernels on a CPU.
+
+The interpreter simulates warpgroups, shared memory, copies and barriers, and reports races between them. It cannot view
+a reference in another shape, takes no operand or accumulator of wgmma from registers, looks for no races in wgmma, and
+demands that every completion of a barrier is seen. All else is the code that runs on a GPU.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from pallas_kernels.hopper import pac, tensor_core
+from pallas_kernels.hopper.pac_pipeline import Pipeline, Query, Sizes
+from pallas_kernels.hopper.packing import TILE_ROWS, Packing
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
+    """Let the kernels run in the interpreter."""
+    monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
+    for function in (query_scratch, query_views, view_units, multiply_keys, multiply_values):
+        monkeypatch.setattr(tensor_core, function.__name__, function)
+
+    def then_see(role: str, rings: Callable[[Any], Iterable[Any]], others: Callable[[Pipeline], Iterable[Any]]) -> None:
+        work = getattr(pac, role)
+
+        def whole(pipeline: Pipeline) -> None:
+            work(pipeline)
+            _see_completions(pipeline, rings(pipeline.refs), others(pipeline))
+
+        monkeypatch.setattr(pac, role, whole)
+
+    then_see("load_blocks", lambda refs: (refs.keys_free, refs.values_free), lambda _: ())
+    then_see(
+        "prepare",
+        lambda refs: [refs.values_free],
+        lambda pipeline: [pipeline.refs.query_free.at[buffer] for buffer in range(pipeline.sizes.query_buffers)],
+    )
+    then_see("compute", lambda _: (), lambda pipeline: [pipeline.refs.state_free.at[pipeline.warpgroup]])
+
+
+def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple) -> Any:
+    """Describe the query buffers, [buffers, H / 64, units, rows, 64]."""
+    packing = sizes.packing
+    shape = (sizes.query_buffers, sizes.query_parts, packing.units, packing.rows_of_unit, 64)
+    return plgpu.SMEM(shape, sizes.dtype, transforms=(swizzle,))
+
+
+def query_views(refs: Any) -> Query:
+    """Both views are the same."""
+    return Query(refs, refs)
+
+
+def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
+    """View `count` units of 64 columns of a tile, from the first on, as [count, rows, 64]."""
+    return ref.at[pl.ds(first, count)]
+
+
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, stage: jax.Array) -> jax.Array:
+    """Return the products of a tile of the query and a block of keys, [64, block]."""
+    parts = _read(pipeline.refs.query_buffers.tiles.at[buffer])  # [H / 64, units, rows, 64]
+    rows = jnp.moveaxis(parts.reshape(parts.shape[0], -1, 64), 0, 1).reshape(-1, parts.shape[0] * 64)
+    # Rows that are not in use may hold anything on a GPU.
+    query = jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)
+    return _multiply(query, _read(pipeline.refs.key_ring.at[stage]).T)
+
+
+def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: jax.Array, stage: jax.Array) -> list[jax.Array]:
+    """Add the products of weights [64, block] and a block of values to accumulators, [64, acc_columns] each."""
+    products = _multiply(weights, _read(pipeline.refs.value_ring.at[stage]))
+    return [acc + part for acc, part in zip(accs, jnp.split(products, len(accs), axis=1), strict=True)]
+
+
+def _see_completions(pipeline: Pipeline, rings: Iterable[Any], others: Iterable[Any]) -> None:
+    """Wait, after the last block, for the stages of rings and other barriers that nobody waits for any more."""
+    blocks = pipeline.each_segment(lambda segment, _, done, *__: done + segment.end - segment.begin, jnp.int32(0))
+
+    def wait(number: jax.Array, _: None) -> None:
+        for ring in rings:
+            plgpu.barrier_wait(ring.at[pipeline.stage(number)])
+
+    lax.fori_loop(jnp.maximum(blocks - pipeline.sizes.stages, 0), blocks, wait, None)
+    for barrier in others:
+        plgpu.barrier_wait(barrier)
+
+
+def _read(ref: Any) -> jax.Array:
+    """Read shared memory as wgmma does: done before a later copy begins."""
+    values = ref[...]
+    plgpu.commit_smem()  # or the interpreter takes a copy that follows for one that may overtake the read
+    return values
+
+
+def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Multiply two matrices as wgmma does, with float32 products and sums."""
+    return lax.dot_general(left, right, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
