@@ -1,1 +1,4 @@
-"""Commands that measure; results are written to benchmarks/results/."""
+"""Commands that measure, and the pages on what they measured: `python -m benchmarks` lists them."""
+
+_MEASURING = ("attention", "figure", "crossover", "decoding", "traffic", "ablation", "invariance", "tune", "ceilings")
+COMMANDS = (*_MEASURING, "planning", "plot", "report")

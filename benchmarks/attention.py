@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,118 +22,100 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from benchmarks.ceilings import ceilings
-from benchmarks.counters import read_counters
 from benchmarks.inputs import (
     Case,
     Inputs,
     Layout,
-    attention_call,
     check,
     check_copies,
     check_room,
     make_inputs,
     padded_slots,
+    planned_call,
     reference,
+    with_room,
 )
-from benchmarks.peers import FLASHINFER, OTHERS, PEERS, Peers
-from benchmarks.rows import RESUME, attempt, conditions, find, finish, measured_before, write_draft
-from benchmarks.timing import kernel_runs, kernel_time, require_gpu, wall_time
+from benchmarks.peers import FLASHINFER, OTHERS, Peers
+from benchmarks.report import conclude
+from benchmarks.rows import attempt, collect, conditions, found_or_measured, measured_before
+from benchmarks.timing import command, kernel_runs, kernel_time, parse, wall_time
 from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import PAPER, PROBE, SHAPES, Workload
 from codec_jax import Forest
-
-LARGE_BYTES, SMALL_BYTES = 100e6, 32e6  # forests on which fixed costs should not show, and those on which only they do
+from codec_jax.traffic import count_pass
 
 
 def main() -> None:
     """Measure the probes and the paper's sweeps, or what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, resumes=True)
     add_arguments(parser)
     parser.add_argument("--heads", default="32/8", help="q heads / kv heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--quick", action="store_true", help="the probes only")
-    parser.add_argument(
-        "--shapes", action="store_true", help="trees of other shapes only: many small nodes, one request"
-    )
-    arguments = parser.parse_args()
-    require_gpu(parser)
+    parser.add_argument("--shapes", action="store_true", help="other shapes only: many small nodes, one request")
+    arguments = parse(parser)
     layout = Layout(*map(int, arguments.heads.split("/")), arguments.head_dim, arguments.page_size)
     selected = PROBE * arguments.quick + SHAPES * arguments.shapes or PROBE + PAPER
-    run([Case(workload, layout) for workload in selected], arguments)
+    run("paper", [Case(workload, layout) for workload in selected], arguments)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every command takes that measures cases with `run`."""
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--implementation", default="mosaic")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peers", action="store_true", help="FlashInfer too; it compiles kernels for minutes at first")
     parser.add_argument("--others", action="store_true", help="FlashAttention-3 and PyTorch's FlexAttention too")
-    parser.add_argument("--counters", action="store_true", help="bytes by hardware counters too; needs ncu")
-    parser.add_argument("--resume", action="store_true", help=RESUME)
 
 
-def run(cases: Sequence[Case], arguments: argparse.Namespace) -> list[dict]:
-    """Measure cases as the arguments of `add_arguments` say, print a summary, and return and publish the rows.
+def run(page: str, cases: Sequence[Case], arguments: Namespace) -> None:
+    """Measure cases as the arguments of `add_arguments` say, then show and publish them as on a page.
 
     Exits where our own time is missing from a row: the rows then stay in the draft of the result.
     """
     names = FLASHINFER * arguments.peers + OTHERS * arguments.others
-    peers = Peers(names) if names else None
-    packages = ["torch"] * bool(names) + ["flashinfer-python"] * arguments.peers + ["fa3-fwd"] * arguments.others
-    before = measured_before(arguments.json, arguments.resume)
-    rows = collect(cases, partial(measure, arguments=arguments, peers=peers), arguments.json, before, *packages)
-    if peers:
-        peers.close()
-    print(summary(rows))
-    finish(rows, arguments.json)
-    return rows
+    measure_one = partial(measure, implementation=arguments.implementation, repeats=arguments.repeats)
+    conclude(page, measure_all(cases, measure_one, names, arguments), arguments.json)
 
 
-def collect(
-    cases: Iterable[Case], measure: Callable[[Case], dict], path: Path, before: list[dict], *packages: str
+def measure_all(
+    cases: Sequence[Case], measure: Callable[[Case, Peers | None], dict], names: Sequence[str], asked: Namespace
 ) -> list[dict]:
-    """Measure one case after another, keeping the draft of `path` up to date; one that fails does not end it.
+    """Return the rows of one case after another, with peers of these names; one that fails says why.
 
-    What is among the rows measured `before` stays as it is.
+    Rows of an interrupted run stay as they are, where it is to be resumed.
     """
-    rows: list[dict] = []
-    for case in tqdm(cases):
+    needs = {
+        "torch": set(names),
+        "flashinfer-python": set(names) & set(FLASHINFER),
+        "fa3-fwd": set(names) & set(OTHERS),
+    }
+    packages = [package for package, users in needs.items() if users]
+    before = measured_before(asked.json, asked.resume)
+    peers = Peers(names) if names else None
+
+    def row(case: Case) -> dict:
         place = {"series": case.series, "x": case.x} if case.series else {}
         known = {"name": case.workload.name} | place | conditions(case.layout, *packages)
-        row = find(before, known)
-        if row is None:
-            with GPU.taken():
-                row = known | attempt(partial(measure, case), "kernel_us", "error")
-        rows.append(row)
-        write_draft(rows, path)
-        tqdm.write(line(row))
+        with GPU.taken():
+            return found_or_measured(before, known, partial(measure, case, peers))
+
+    rows = collect(map(row, tqdm(cases)), asked.json)
+    if peers:
+        peers.close()
     return rows
 
 
-def measure(case: Case, arguments: argparse.Namespace, peers: Peers | None) -> dict:
-    """Check and time one case."""
-    workload, layout = case.workload, case.layout
-    inputs = make_inputs(workload, layout)
+def measure(case: Case, peers: Peers | None, implementation: str | None, repeats: int, unshared: bool = False) -> dict:
+    """Check and time ours and others on one case; `unshared` is our kernels, each request reading for itself."""
+    inputs, layout = make_inputs(case.workload, case.layout), case.layout
     expected = reference(inputs)
-    ours = partial(measure_ours, inputs, layout, expected, arguments.implementation, arguments.repeats)
-    cudnn = partial(measure_cudnn, inputs, layout, expected, arguments.repeats)
-    row = bounds(workload, inputs.forest, layout) | {"implementation": arguments.implementation}
-    row |= attempt(ours, "kernel_us", "error") | attempt(cudnn, "cudnn_us", "cudnn_error")
-    if peers:
-        row |= peers.measure(workload, layout, expected, arguments.repeats)
-    if arguments.counters:
-        row |= attempt(partial(count, case, arguments.implementation), "dram_read_bytes", "counters_error")
-    return row
-
-
-def count(case: Case, implementation: str) -> dict[str, int]:
-    """Count the bytes that a call moves. Raises RuntimeError where there is no count."""
-    counted = read_counters([case], implementation)[0]
-    if isinstance(counted, str):
-        raise RuntimeError(counted)
-    return counted
+    row = bounds(case.workload, inputs.forest, layout) | {"implementation": implementation}
+    row |= attempt(partial(measure_ours, inputs, layout, expected, implementation, repeats), "kernel_us", "error")
+    if unshared:
+        row |= attempt(partial(measure_unshared, inputs, layout, expected, repeats), "unshared_us", "unshared_error")
+    row |= attempt(partial(measure_cudnn, inputs, layout, expected, repeats), "cudnn_us", "cudnn_error")
+    return row | (peers.measure(case.workload, layout, expected, repeats) if peers else {})
 
 
 def bounds(workload: Workload, forest: Forest, layout: Layout) -> dict:
@@ -158,7 +140,7 @@ def measure_ours(
     inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], implementation: str | None, repeats: int
 ) -> dict:
     """Check forest_attention and time its kernels and a whole call; of two kernels the second one is POR."""
-    attend, kv_bytes = attention_call(inputs, layout, implementation)
+    attend, plan = planned_call(inputs, layout, implementation)
     error = check(attend(), expected)
     runs = kernel_runs(attend, repeats)
     por = {"por_us": 1e3 * statistics.median(run[1][1] for run in runs)} if len(runs[0]) == 2 else {}
@@ -167,9 +149,15 @@ def measure_ours(
         **por,
         "wall_us": wall_time(attend),
         "launches": len(runs[0]),
-        "kv_bytes": kv_bytes,
+        "kv_bytes": count_pass(inputs.forest, plan).kv_tokens_read * layout.kv_token_bytes,
         "relative_error": error,
     }
+
+
+def measure_unshared(inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
+    """Check and time our kernels on the same pages, read by every request for itself."""
+    row = measure_ours(inputs._replace(forest=with_room(inputs.forest.unshared())), layout, expected, "mosaic", repeats)
+    return {"unshared_us": row["kernel_us"], "unshared_relative_error": row["relative_error"]}
 
 
 def measure_cudnn(inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int) -> dict:
@@ -200,53 +188,6 @@ def _gather(pages: Array, slots: Array) -> Array:
 @jax.jit
 def _attend_with_cudnn(query: Array, key: Array, value: Array, lengths: Array) -> Array:
     return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths, implementation="cudnn")
-
-
-def line(row: dict) -> str:
-    """Show a row: time, multiple of the roofline, time over it, and the peers' times; or why they are missing."""
-    if row["kernel_us"]:
-        over = row["kernel_us"] - row["roofline_us"]
-        ours = (
-            f"{row['kernel_us']:8.1f} us  {row['kernel_us'] / row['roofline_us']:5.2f} x roofline  {over:6.1f} us over"
-        )
-    else:
-        ours = row["error"]
-    peers = [
-        f"{peer} {row[f'{peer}_us']:.1f}" if row[f"{peer}_us"] else f"{peer}: {row[f'{peer}_error']}"
-        for peer in ("unshared", "cudnn", *PEERS)
-        if f"{peer}_us" in row
-    ]
-    return "   ".join([f"{row['name']:<42} {ours}", *peers])
-
-
-def summary(rows: list[dict]) -> str:
-    """Sum rows up: time over roofline, what small forests cost over it, and each peer's time over ours.
-
-    Means are geometric. The best peer is another one on every forest.
-    """
-    measured = [row for row in rows if row["kernel_us"]]
-    large = [row for row in measured if row["unique_bytes"] >= LARGE_BYTES]
-    small = [row for row in measured if row["unique_bytes"] < SMALL_BYTES]
-    lines = [f"{len(measured)} of {len(rows)} workloads measured"]
-    if large:
-        ratios = [row["kernel_us"] / row["roofline_us"] for row in large]
-        lines.append(
-            f"{statistics.geometric_mean(ratios):.3f} x roofline over {len(large)} forests of 100 MB and more, "
-            f"{max(ratios):.3f} x at most"
-        )
-    if small:
-        over = max(row["kernel_us"] - row["roofline_us"] for row in small)
-        lines.append(f"at most {over:.1f} us over the roofline on {len(small)} forests under 32 MB")
-    names = ["cudnn", *PEERS]
-    for label, peers in [*((name, [name]) for name in names), ("the best peer", names)]:
-        times = [(row, [row[f"{peer}_us"] for peer in peers if row.get(f"{peer}_us")]) for row in measured]
-        gains = [min(theirs) / row["kernel_us"] for row, theirs in times if theirs]
-        if gains:
-            lines.append(
-                f"{statistics.geometric_mean(gains):.2f} x faster than {label} over {len(gains)} forests, "
-                f"{min(gains):.2f} x at least"
-            )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a GPU reads and multiplies at most: the ceilings that rooflines are made of.
+"""Measure the rates at which a GPU reads and multiplies at most: the ceilings that rooflines are made of.
 
     python -m benchmarks.ceilings --json benchmarks/results/ceilings_h200.json
 
@@ -8,16 +8,14 @@ different days compare.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from benchmarks.rows import provenance, publish, write_draft
-from benchmarks.timing import kernel_time, read, require_gpu
+from benchmarks.rows import collect, provenance, publish
+from benchmarks.timing import command, kernel_time, parse, read
 from benchmarks.turns import GPU
 
 READ_BYTES, SIZE, REPEATS = 8 << 30, 8192, 15
@@ -52,14 +50,11 @@ def ceilings() -> Ceilings:
 
 def main() -> None:
     """Measure and write a row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    arguments = parser.parse_args()
-    require_gpu(parser)
+    parser = command(__doc__)
+    arguments = parse(parser)
     with GPU.taken():
         row = provenance() | measure(READ_BYTES, SIZE)
-    print(f"{row['read_bytes_per_us'] / 1e6:.3f} TB/s, {row['flops_per_us'] / 1e6:.1f} TFLOP/s")
-    write_draft([row], arguments.json)
+    collect([row], arguments.json)
     publish(arguments.json)
 
 

@@ -1,4 +1,7 @@
-"""Bytes that one call moves, by the GPU's hardware counters: ncu runs a process of its own that calls on some cases."""
+"""Bytes that one call moves, by the GPU's hardware counters: ncu runs a process of its own that calls on some cases.
+
+That process is this module, which benchmarks.traffic starts.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from benchmarks.inputs import MOST_RELATIVE_ERROR, Case, Layout, attention_call, check, make_inputs, reference
-from benchmarks.peers import MOST_PEER_ERROR, PEERS, Tensors, start
+from benchmarks.inputs import MAX_RELATIVE_ERROR, Case, Layout, check, make_inputs, planned_call, reference
+from benchmarks.peers import MAX_PEER_ERROR, PEERS, Tensors, start
 from benchmarks.rows import reason
 from benchmarks.turns import GPU, NCU
 from benchmarks.workloads import Workload
@@ -33,9 +36,8 @@ METRICS = {
 CONFIGURATIONS = {"flashinfer_decode": "tensor cores", "flashinfer_cascade": "fa2"}
 
 #: Now and then ncu crashes while a process compiles under it, which then never ends (ncu 2025.3.1, JAX 0.11.2). So a
-#: case, which takes ten seconds, may take so many without a wait, and so may what comes before the first one; the first
-#: use of a peer compiles it for minutes. A case that is lost is counted again by itself, so often.
-CASE_SECONDS, COMPILING_SECONDS, MORE_TRIES = 120, 600, 2
+#: case, which takes ten seconds, ends the process after so many; the first use of a peer compiles it for minutes.
+CASE_SECONDS = 600
 
 
 def read_counters(cases: Sequence[Case], caller: str) -> list[dict[str, int] | str]:
@@ -45,19 +47,6 @@ def read_counters(cases: Sequence[Case], caller: str) -> list[dict[str, int] | s
 
     Raises FileNotFoundError without ncu.
     """
-    counts, said = count_together(cases, caller)
-    for i in [i for i, count in enumerate(counts) if count is None]:
-        for _ in range(MORE_TRIES):
-            [counts[i]], said = count_together(cases[i : i + 1], caller)
-            if counts[i] is not None:
-                break
-        else:  # it is not by chance
-            break
-    return [f"ncu gave no counters: {said}" if count is None else count for count in counts]
-
-
-def count_together(cases: Sequence[Case], caller: str) -> tuple[list[dict[str, int] | str | None], str]:
-    """Count cases in one process; returns None for each one that it lost, and what was said at the end."""
     with TemporaryDirectory() as folder:
         asked, failed = Path(folder) / "cases.json", Path(folder) / "failed.json"
         asked.write_text(json.dumps([{"workload": case.workload, "layout": case.layout} for case in cases]))
@@ -69,18 +58,11 @@ def count_together(cases: Sequence[Case], caller: str) -> tuple[list[dict[str, i
         with GPU.given(), NCU.taken():
             run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         reasons = json.loads(failed.read_text()) if failed.exists() else {}
+    messages = run.stderr or "\n".join(row for row in run.stdout.splitlines() if not row.startswith('"'))
+    lost = f"ncu gave no counters: {' '.join(messages.split())[-260:]}"
     counts = totals(run.stdout)
     counts += [None] * (len(cases) - len(counts))
-    return [reasons.get(str(i)) or counts[i] for i in range(len(cases))], last_words(run.stdout, run.stderr)
-
-
-def last_words(stdout: str, stderr: str) -> str:
-    """Say in one line how a process under ncu ended that gave too few counts."""
-    if "Timeout (" in stderr:  # faulthandler's
-        seconds = stderr.partition("Timeout (")[2].partition(")")[0]
-        return f"ended after {seconds} without a wait for the GPU"
-    messages = stderr or "\n".join(row for row in stdout.splitlines() if not row.startswith('"'))
-    return " ".join(messages.split())[-260:]
+    return [reasons.get(str(i)) or counts[i] or lost for i in range(len(cases))]
 
 
 def totals(report: str) -> list[dict[str, int] | None]:
@@ -111,40 +93,40 @@ def prepare(case: Case, caller: str) -> Callable[[], object]:
     inputs = make_inputs(*case[:2])
     expected = reference(inputs)
     if caller not in CONFIGURATIONS:
-        attend, _ = attention_call(inputs, case.layout, caller)
-        check(attend(), expected, MOST_RELATIVE_ERROR)
+        attend, _ = planned_call(inputs, case.layout, caller)
+        check(attend(), expected, MAX_RELATIVE_ERROR)
         return lambda: jax.block_until_ready(attend())
     import torch
 
     run = PEERS[caller][CONFIGURATIONS[caller]](Tensors.of(inputs))
-    check(run().float().cpu().numpy(), expected[inputs.forest.request_of_row], MOST_PEER_ERROR)
+    check(run().float().cpu().numpy(), expected[inputs.forest.request_of_row], MAX_PEER_ERROR)
     return lambda: (run(), torch.cuda.synchronize())
 
 
 def main() -> None:
     """Call twice on each case, the second time under the profiler; what fails is written down and left out."""
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     asked, failed, caller = sys.argv[1:]
-    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver, reasons = ctypes.CDLL("libcuda.so.1"), {}
+    between, nothing = jax.jit(between_cases), jnp.zeros(8)
+
+    def end() -> None:
+        jax.block_until_ready(between(nothing))
 
     def profile(call: Callable[[], object]) -> None:
         driver.cuProfilerStart()
         call()
         driver.cuProfilerStop()
 
-    between, nothing = jax.jit(between_cases), jnp.zeros(8)
-
-    def end() -> None:
-        jax.block_until_ready(between(nothing))
-
+    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     end()
     if caller in CONFIGURATIONS:
         start()
     profile(end)
-    faulthandler.cancel_dump_traceback_later()
-    reasons = {}
     for i, fields in enumerate(json.loads(Path(asked).read_text())):
-        with GPU.taken(at_most=COMPILING_SECONDS if caller in CONFIGURATIONS and i == 0 else CASE_SECONDS):
+        faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+        with GPU.taken():
             try:
                 profile(prepare(Case(Workload(*fields["workload"]), Layout(*fields["layout"])), caller))
             except Exception as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -21,9 +22,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from benchmarks.inputs import padded_slots
+from benchmarks.inputs import Layout, padded_slots
 from benchmarks.turns import compiled
 from codec_jax import Forest, KVPages, PagePool, Plan, make_plan
+from codec_jax.forest import ROOT, Tree
 from codec_jax.nnx import Decoder, DecoderConfig
 from codec_jax.nnx.steps import decode_loop
 
@@ -37,7 +39,7 @@ _VALUE_DEVIATION = 64.0
 #: The contiguous copies end at a multiple of this many tokens.
 _CONTIGUOUS_TOKENS = 128
 
-#: What the logits, the copy of a layer and XLA's own buffers may take.
+#: Room for the logits, the copy of a layer and XLA's own buffers.
 _LEFT_FREE_BYTES = 5e9
 
 
@@ -70,14 +72,8 @@ class SharedDocument(NamedTuple):
         context = self.document + self.own
         pages = -(-(context + STEPS) // _CONTIGUOUS_TOKENS) * _CONTIGUOUS_TOKENS // PAGE_SIZE
         each = np.arange(self.requests)
-        return Forest.build(
-            np.full_like(each, -1),
-            np.full_like(each, context),
-            each,
-            np.full_like(each, pages),
-            np.arange(self.requests * pages),
-            page_size=PAGE_SIZE,
-        )
+        none, length, page_count = (np.full_like(each, value) for value in (ROOT, context, pages))
+        return Forest.build(Tree(none, length, page_count, np.arange(self.requests * pages), each, PAGE_SIZE))
 
 
 class Step:
@@ -119,17 +115,12 @@ class Step:
         return weights, self._cache, logits, forest, plan, stream, remaining, key, *sampling
 
 
-def shared(model: Decoder, case: SharedDocument) -> Step:
-    """Decode over the forest."""
+def paged(model: Decoder, case: SharedDocument, share: bool) -> Step:
+    """Decode over the forest, or over the same pages with each request by itself."""
     forest, num_pages = case.forest()
-    return Step(model, forest, plan_of(model.config, forest), random_cache(model.config, num_pages))
-
-
-def unshared(model: Decoder, case: SharedDocument) -> Step:
-    """Decode over the same pages, each request by itself."""
-    forest, num_pages = case.forest()
-    forest = forest.unshared()
-    return Step(model, forest, plan_of(model.config, forest), random_cache(model.config, num_pages))
+    forest = forest if share else forest.unshared()
+    plan = make_plan(forest, **layout_of(model.config).heads, steps=STEPS)
+    return Step(model, forest, plan, random_cache(model.config, num_pages))
 
 
 def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudnn") -> Step:
@@ -166,21 +157,15 @@ def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudn
 
 #: Shared first: the others' logits are compared with its.
 VARIANTS: dict[str, Callable[[Decoder, SharedDocument], Step]] = {
-    "shared": shared,
-    "unshared": unshared,
+    "shared": partial(paged, share=True),
+    "unshared": partial(paged, share=False),
     "cudnn": contiguous,
 }
 
 
-def plan_of(config: DecoderConfig, forest: Forest) -> Plan:
-    """Plan a call."""
-    return make_plan(
-        forest,
-        num_q_heads=config.num_q_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        steps=STEPS,
-    )
+def layout_of(config: DecoderConfig) -> Layout:
+    """Return the heads and pages of a model."""
+    return Layout(config.num_q_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE)
 
 
 def random_cache(config: DecoderConfig, num_pages: int) -> tuple[KVPages, ...]:

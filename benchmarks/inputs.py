@@ -14,18 +14,17 @@ from jaxtyping import Array, Float
 from benchmarks.turns import compiled_once, forget_compiled
 from benchmarks.workloads import Workload
 from codec_jax import Forest, Plan, make_plan
+from codec_jax.arrays import bucket
 from codec_jax.attention import forest_attention
-from codec_jax.capacity import bucket
-from codec_jax.division import Policy
-from codec_jax.traffic import count_pass
+from codec_jax.planning.division import Policy
 
 #: Rounding the output and the probabilities to bfloat16 costs 0.002; dropping 16 of 120,000 tokens would cost 0.01.
-MOST_RELATIVE_ERROR = 5e-3
+MAX_RELATIVE_ERROR = 5e-3
 
-MOST_DENSE_BYTES = 60e9  # what the unshared copies of K and V may take
+MAX_DENSE_BYTES = 60e9  # what the unshared copies of K and V may take
 
 #: Arrays have room for at least this much, then for the next bucket: forests of about one size share their programs.
-LEAST_NODES, LEAST_PAGES, LEAST_ENTRIES, LEAST_BLOCKS, LEAST_CONTEXT = 256, 1024, 1 << 18, 1 << 14, 1024
+MIN_NODES, MIN_PAGES_OF_NODES, MIN_POOL_PAGES, MIN_BLOCKS, MIN_CONTEXT = 256, 1 << 18, 1024, 1 << 14, 1024
 
 
 class Layout(NamedTuple):
@@ -35,6 +34,11 @@ class Layout(NamedTuple):
     num_kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """The arguments of make_plan."""
+        return {name: getattr(self, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
 
     @property
     def kv_token_bytes(self) -> int:
@@ -63,7 +67,7 @@ class Inputs(NamedTuple):
 def make_inputs(workload: Workload, layout: Layout) -> Inputs:
     """Draw bfloat16 inputs; the same ones whenever and in whichever process they are drawn."""
     forest = with_room(Forest.from_nodes(workload.parent, workload.length, workload.leaf, page_size=layout.page_size))
-    num_pages = bucket(int(forest.used_pages.max()) + 1, LEAST_PAGES)
+    num_pages = bucket(int(forest.used_pages.max()) + 1, MIN_POOL_PAGES)
     pages = (num_pages, layout.page_size, layout.num_kv_heads, layout.head_dim)
     query = (len(workload.leaf), 1, layout.num_q_heads, layout.head_dim)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -82,8 +86,10 @@ def _draw(shape: tuple[int, ...]) -> Callable[[Array], Array]:
 
 
 def with_room(forest: Forest) -> Forest:
-    """Pad a forest's nodes and page entries as a server does that lets it grow."""
-    return forest.rebuild(node_capacity=LEAST_NODES, entry_capacity=LEAST_ENTRIES)
+    """Pad a forest's nodes and their pages as a server does that lets it grow."""
+    tree = forest.tree
+    node_capacity, page_capacity = bucket(len(tree.parent), MIN_NODES), bucket(len(tree.page_ids), MIN_PAGES_OF_NODES)
+    return Forest.build(tree, node_capacity=node_capacity, page_capacity=page_capacity)
 
 
 @functools.cache
@@ -98,24 +104,11 @@ def forget_programs() -> None:
     forget_compiled()
 
 
-def attention_call(inputs: Inputs, layout: Layout, implementation: str | None) -> tuple[Callable[[], Array], int]:
-    """Plan and put everything on the device; return forest_attention's call and the bytes of KV that its plan reads."""
-    call, plan = planned_call(inputs, layout, implementation)
-    return call, count_pass(inputs.forest, plan).kv_tokens_read * layout.kv_token_bytes
-
-
 def planned_call(
     inputs: Inputs, layout: Layout, implementation: str | None, policy: Policy = "aligned"
 ) -> tuple[Callable[[], Array], Plan]:
     """Plan and put everything on the device; return forest_attention's call and its plan."""
-    plan = make_plan(
-        inputs.forest,
-        num_q_heads=layout.num_q_heads,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        block_capacity=LEAST_BLOCKS,
-        policy=policy,
-    )
+    plan = make_plan(inputs.forest, **layout.heads, block_capacity=MIN_BLOCKS, policy=policy)
     forest, *arrays = inputs
     on_device = jax.device_put((*arrays, forest, plan))
     attend = compiled_once(attend_with(implementation), *on_device, tuned=implementation == "xla")
@@ -133,9 +126,9 @@ def padded_slots(forest: Forest) -> np.ndarray:
 
 
 def check_copies(size: float) -> None:
-    """Raise ValueError where unshared copies of K and V would take more than `MOST_DENSE_BYTES`."""
-    if size > MOST_DENSE_BYTES:
-        raise ValueError(f"expected at most {MOST_DENSE_BYTES / 1e9:.0f} GB of unshared KV, got {size / 1e9:.0f} GB")
+    """Raise ValueError where unshared copies of K and V would take more than `MAX_DENSE_BYTES`."""
+    if size > MAX_DENSE_BYTES:
+        raise ValueError(f"expected at most {MAX_DENSE_BYTES / 1e9:.0f} GB of unshared KV, got {size / 1e9:.0f} GB")
 
 
 def check_room(size: float) -> None:
@@ -153,7 +146,7 @@ def reference(inputs: Inputs) -> Float[np.ndarray, "B N H"]:
     """Attend in float32, each request by itself over a copy of its own context."""
     forest, query, key, value = inputs
     slots = padded_slots(forest)
-    slots = np.pad(slots, ((0, 0), (0, bucket(slots.shape[1], LEAST_CONTEXT) - slots.shape[1])))
+    slots = np.pad(slots, ((0, 0), (0, bucket(slots.shape[1], MIN_CONTEXT) - slots.shape[1])))
     arguments = query, key, value, slots, forest.request_length
     return np.asarray(compiled_once(_attend_in_float32, *arguments)(*arguments))
 
@@ -172,7 +165,7 @@ def _attend_in_float32(query: Array, key: Array, value: Array, slots: Array, len
 
 
 def check(
-    out: Float[np.ndarray, "B N H"], expected: Float[np.ndarray, "B N H"], most: float = MOST_RELATIVE_ERROR
+    out: Float[np.ndarray, "B N H"], expected: Float[np.ndarray, "B N H"], most: float = MAX_RELATIVE_ERROR
 ) -> float:
     """Return the largest relative error of a request, by the norm over its heads.
 

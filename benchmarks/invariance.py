@@ -9,20 +9,18 @@ are apart up to there. Weights are random: their best tokens are closer to each 
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from benchmarks.inputs import Layout
-from benchmarks.rows import attempt, conditions, draft_of, publish, write_draft
-from benchmarks.timing import require_gpu
+from benchmarks.decode_step import layout_of
+from benchmarks.rows import attempt, collect, conditions, publish
+from benchmarks.timing import command, parse
 from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig, Sampler, random_decoder
 
 MODELS = {
@@ -45,7 +43,7 @@ COMPOSITIONS = {
 
 
 class Text(NamedTuple):
-    """What became of a prompt."""
+    """The completion of a prompt."""
 
     first_logits: Float[np.ndarray, " V"]
     tokens: list[int]
@@ -54,29 +52,24 @@ class Text(NamedTuple):
 
 def main() -> None:
     """Decode, compare, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = command(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--implementations", nargs="+", choices=["mosaic", "xla"], default=["mosaic", "xla"])
-    arguments = parser.parse_args()
-    if "mosaic" in arguments.implementations:
-        require_gpu(parser)
-    rows: list[dict] = []
-    for name, implementation in tqdm(list(product(arguments.models, arguments.implementations))):
+    arguments = parse(parser)
+    rows = collect(measure_all(arguments.models, arguments.implementations), arguments.json)
+    publish(arguments.json, [f"{row['model']}, {row['implementation']}" for row in rows if "error" in row])
+
+
+def measure_all(models: list[str], implementations: list[str]) -> Iterator[dict]:
+    """Yield a row for each composition of every model and path; where one fails, a row says why."""
+    for name, implementation in tqdm(list(product(models, implementations))):
         config = MODELS[name]
-        common = {"model": name, "implementation": implementation} | conditions(
-            Layout(config.num_q_heads, config.num_kv_heads, config.head_dim)
-        )
+        common = {"model": name, "implementation": implementation} | conditions(layout_of(config))
         prompts = make_prompts(config.vocab_size, DOCUMENTS, QUESTIONS)
         compare = partial(compositions, random_decoder(config), prompts, TOKENS, implementation)
         new = attempt(lambda compare=compare: {"rows": compare()}, "rows", "error")
         for row in new["rows"] or [{"composition": None, "error": new["error"]}]:
-            rows.append(row | common)
-            tqdm.write(line(rows[-1]))
-        write_draft(rows, arguments.json)
-    if any("error" in row for row in rows):
-        sys.exit(f"failed; the rows are in {draft_of(arguments.json)}, {arguments.json} is as it was")
-    publish(arguments.json)
+            yield row | common
 
 
 def make_prompts(vocab_size: int, documents: tuple[int, ...], questions: tuple[int, ...]) -> list[list[int]]:
@@ -133,19 +126,6 @@ def differences(reference: list[Text], texts: list[Text]) -> dict:
         "logprob_difference": max(logprobs),
         "logits_difference": max(logits),
     }
-
-
-def line(row: dict) -> str:
-    """Show a row."""
-    name = f"{row['model']:<12} {row['implementation']:<8}"
-    if "error" in row:
-        return f"{name} {row['error']}"
-    agree = row["tokens_before_the_first_difference"]
-    return (
-        f"{name} {row['composition']:<28} all {row['tokens']} tokens agree for {agree.count(row['tokens'])} of "
-        f"{len(agree)} prompts, {min(agree)} at least; logits {row['logits_difference']:.2g} and log-probabilities "
-        f"{row['logprob_difference']:.2g} apart at most"
-    )
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from benchmarks import flash_attention, flex
-from benchmarks.inputs import MOST_RELATIVE_ERROR, Inputs, Layout, check, make_inputs
+from benchmarks.inputs import MAX_RELATIVE_ERROR, Inputs, Layout, check, make_inputs
 from benchmarks.rows import reason
 from benchmarks.timing import kernel_time
 from benchmarks.turns import GPU
 from benchmarks.workloads import Workload
 from codec_jax import Forest
 from codec_jax.arrays import expand
-from codec_jax.order import depths
+from codec_jax.forest.depth_first import depths
 
 if TYPE_CHECKING:
     import torch
@@ -276,7 +276,7 @@ PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
 FLASHINFER, OTHERS = ("flashinfer_decode", "flashinfer_cascade"), ("flash_attention", "flex_attention")
 
 #: A cascade rounds its partial results to bfloat16 at every level.
-MOST_PEER_ERROR = 3 * MOST_RELATIVE_ERROR
+MAX_PEER_ERROR = 3 * MAX_RELATIVE_ERROR
 
 
 def measure(
@@ -310,7 +310,7 @@ def _time(plan: Future[Run], expected: Float[np.ndarray, "B N H"], repeats: int)
 
     try:
         run = plan.result()
-        error = check(run().float().cpu().numpy(), expected, MOST_PEER_ERROR)
+        error = check(run().float().cpu().numpy(), expected, MAX_PEER_ERROR)
 
         def finished() -> None:
             run()
@@ -339,7 +339,7 @@ class Peers:
             row = self._pool.submit(measure, *arguments, self.names).result()
         except Exception as error:
             row = {f"{peer}_us": None for peer in self.names} | {f"{peer}_error": reason(error) for peer in self.names}
-        # The time of a configuration is a reason where it failed. What is refused, or wrong, spoils nothing.
+        # The time of a configuration is a reason where it failed. A refusal, or a wrong result, spoils nothing.
         times = [time for peer in self.names for time in row.get(f"{peer}_configurations", {"all": "failed"}).values()]
         if any(isinstance(time, str) and not time.startswith("ValueError") for time in times):
             self.close()

@@ -1,4 +1,4 @@
-"""Rows of a result file: what they were measured on, failures as fields, and a draft that outlives the run."""
+"""Rows of a result file: the device and versions they hold for, failures as fields, a draft that outlives the run."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import datetime
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import jax
+from tqdm import tqdm
 
 from benchmarks.inputs import Layout
 
-#: What `--resume` says of itself.
-RESUME = "keep what an interrupted run of the same command has measured"
 _PACKAGES = ["jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
 
 
@@ -59,9 +58,22 @@ def draft_of(path: Path) -> Path:
     return path.with_suffix(".part")
 
 
-def write_draft(rows: list[dict], path: Path) -> None:
-    """Keep the rows so far beside `path`."""
-    draft_of(path).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+def line(row: dict) -> str:
+    """Show what a row measured, and why what is missing is missing."""
+    numbers = [f"{field} {value:.4g}" for field, value in row.items() if isinstance(value, float)]
+    reasons = [f"{field}: {row[field]}" for field in row if field.endswith("error") and isinstance(row[field], str)]
+    named = [row[field] for field in ("name", "variant", "model", "implementation", "composition") if row.get(field)]
+    return "  ".join([", ".join(named), *numbers, *reasons])
+
+
+def collect(rows: Iterable[dict], path: Path, line: Callable[[dict], str] = line) -> list[dict]:
+    """Take rows as they are measured: each is in the draft of `path`, and shown, before the next one begins."""
+    kept: list[dict] = []
+    for row in rows:
+        kept.append(row)
+        draft_of(path).write_text(json.dumps({"rows": kept}, indent=1) + "\n")
+        tqdm.write(line(row))
+    return kept
 
 
 def measured_before(path: Path, resume: bool) -> list[dict]:
@@ -99,14 +111,13 @@ def find(rows: list[dict], fields: dict) -> dict | None:
     return next((row for row in rows if all(row.get(name) == value for name, value in wanted)), None)
 
 
-def publish(path: Path) -> None:
-    """Put the draft in the place of the last result."""
-    draft_of(path).replace(path)
+def found_or_measured(before: list[dict], known: dict, measure: Callable[[], dict]) -> dict:
+    """Return the row that was measured before with these fields, whatever its date, or measure it."""
+    return find(before, known) or known | attempt(measure, "kernel_us", "error")
 
 
-def finish(rows: list[dict], path: Path) -> None:
-    """Publish rows that were all measured; otherwise exit and leave them in the draft."""
-    failed = [row["name"] for row in rows if "error" in row]
+def publish(path: Path, failed: Sequence[str] = ()) -> None:
+    """Put the draft in the place of the last result; where something failed, exit and leave both as they are."""
     if failed:
         sys.exit(f"failed: {'; '.join(failed)}. The rows are in {draft_of(path)}, {path} is as it was")
-    publish(path)
+    draft_of(path).replace(path)

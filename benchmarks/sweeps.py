@@ -1,4 +1,4 @@
-"""What each figure measures: workloads and layouts, in the charts and at the places where they are drawn.
+"""The cases of each figure: workloads and layouts, in the charts and at the places where they are drawn.
 
 Where the paper's text and its released code give a sweep in different forms, a figure has a chart of each.
 """
@@ -6,11 +6,9 @@ Where the paper's text and its released code give a sweep in different forms, a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.inputs import Case, Layout
-from benchmarks.traces import RECORDED, TRACE, arrivals, recorded_trees
+from benchmarks.traces import arrivals, recorded_trees
 from benchmarks.workloads import (
     Workload,
     degenerate,
@@ -31,15 +29,6 @@ MODELS = {
     "Qwen3 14B": Layout(40, 8),
     "Qwen3 32B, Llama 3 70B": Layout(64, 8),
 }
-
-
-class Figure(NamedTuple):
-    """A figure: its charts share an axis; without one, every case is a line of its own, over the roofline."""
-
-    title: str
-    cases: Callable[..., list[Case]]
-    axis: str | None = None
-    file: Path | None = None  # that the cases are of, unless the command gets another one
 
 
 def line(series: str, workload: Callable[[int], Workload], places: tuple[int, ...]) -> list[Case]:
@@ -121,22 +110,7 @@ def models() -> list[Case]:
     ]
 
 
-FIGURES = {
-    "length": Figure("Attention time and sequence length", length, "tokens"),
-    "batch": Figure("Attention time and batch size", batch, "requests"),
-    "depth": Figure("Attention time and depth of the tree", depth, "levels"),
-    "ratio": Figure("Attention time and shared ratio", ratio, "shared ratio"),
-    "shape": Figure("Tree shapes", shape),
-    "variants": Figure("Multi-head, grouped-query and multi-query attention", variants, "q heads per kv head"),
-    "models": Figure("Heads of published models", models),
-    "recorded": Figure("Recorded trees", recorded_trees, "unique tokens", file=RECORDED),
-    "arrivals": Figure("Batches of a request trace", arrivals, file=TRACE),
+FIGURES: dict[str, Callable[[], list[Case]]] = {
+    **{each.__name__: each for each in (length, batch, depth, ratio, shape, variants, models, arrivals)},
+    "recorded": recorded_trees,
 }
-
-
-def ends_of_charts(cases: list[Case]) -> list[Case]:
-    """Return the first and the last case of every chart, or of all where there are none."""
-    charts: dict[str | None, list[Case]] = {}
-    for case in cases:
-        charts.setdefault(case.series, []).append(case)
-    return [case for chart in charts.values() for case in (chart[0], chart[-1])[: len(chart)]]

@@ -1,336 +1,238 @@
-"""Rows of a result file as Markdown: tables, what they come to, and what they were measured on."""
+"""Tables of rows in Markdown, and what stands below them; numbers are never rounded in our favour."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from benchmarks.ceilings import CEILINGS
-from benchmarks.crossover import MOST_BEHIND, PAGED, PLAIN, SAME_KERNELS, gain
-from benchmarks.planning import served_us
 from benchmarks.rounding import at_least, at_most
-from benchmarks.tune import by_config, score
 
-#: Field of a time, and the column's head.
-TIMES = {
-    "kernel_us": "codec_jax",
-    "roofline_us": "roofline",
-    "cudnn_us": "cuDNN",
-    "flashinfer_decode_us": "FlashInfer decode",
+#: Field of a time, and the name of what takes it; the rival that shares as well comes before those that do not.
+PEERS = {
     "flashinfer_cascade_us": "FlashInfer cascade",
+    "flashinfer_decode_us": "FlashInfer decode",
+    "cudnn_us": "cuDNN",
     "flash_attention_us": "FlashAttention-3",
     "flex_attention_us": "FlexAttention",
 }
-PEERS = {field: name for field, name in TIMES.items() if field not in ("kernel_us", "roofline_us")}
-_ON_PROBES = "flash_attention_us", "flex_attention_us"
-_IN_FIGURES = {field: name for field, name in PEERS.items() if field not in _ON_PROBES}
-_VERSIONS = {"jax": "JAX", "flashinfer-python": "FlashInfer", "torch": "PyTorch", "fa3-fwd": "fa3-fwd"}
+PLAIN = ("unshared_us", "cudnn_us", "flashinfer_decode_us")
+BYTES = {"dram_read_bytes": "from device memory", "l2_to_sm_bytes": "from L2"}
+MAX_BEHIND = 1.03  # of the time of plain decode
+Fill = Callable[[dict], str]
 
 
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Lay out a table."""
-    rule = f"|{'---|' * len(head)}"
-    return "\n".join([_line(head), rule, *map(_line, lines)])
+def plain(name: str) -> str:
+    """Spell a forest's name out: who shares what, and how much each has of its own."""
+    name = re.sub(r"(\d+) shared, (\d+) x (\d+)", r"\2 requests: \1 shared, \3 each", name)
+    name = re.sub(r"no sharing, (\d+) x (\d+)", r"\1 requests: none shared, \2 each", name)
+    return re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", re.sub(r"\b1 requests:", "1 request:", name))
 
 
-def _line(cells: Sequence[str]) -> str:
-    """Lay out a line of a table."""
-    return f"| {' | '.join(cells)} |"
+def speedups(rows: Iterable[dict], theirs: str, ours: str = "kernel_us") -> list[float]:
+    """Return another's number over ours, for every row that has both."""
+    return [row[theirs] / row[ours] for row in rows if row.get(theirs) and row.get(ours)]
 
 
-def number(value: float | None, digits: int = 1) -> str:
-    """Show a number, or a dash where there is none."""
-    return "–" if value is None else f"{value:.{digits}f}"
+def mean_and_range(gains: list[float]) -> str:
+    """Show the geometric mean of speed-ups, the least and the greatest. Raises ValueError where there is none."""
+    mean, least, most = (at_least(x, 2) for x in (statistics.geometric_mean(gains), min(gains), max(gains)))
+    return f"{mean}x ({least}x to {most}x)"
 
 
-def speedup(value: float | None) -> str:
-    """Show a speed-up, or a dash where there is none."""
-    return "–" if value is None else at_least(value, 2)
+def gain(row: dict, fields: Iterable[str] = PLAIN) -> float | None:
+    """Return the least of other times over ours; None unless both were measured."""
+    return min((over for field in fields for over in speedups([row], field)), default=None)
+
+
+def scores(rows: list[dict]) -> dict[tuple[int, str, int, int], float | None]:
+    """Return the geometric mean of time over roofline of every head size, table, block and number of stages.
+
+    None where a forest has no time.
+    """
+    grouped: dict[tuple, list[float]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("head_dim", "table", "block_tokens", "stages"))
+        grouped.setdefault(key, []).append((row["kernel_us"] or 0) / row["roofline_us"])
+    return {key: statistics.geometric_mean(each) if all(each) else None for key, each in sorted(grouped.items())}
+
+
+def markdown(columns: dict[str, Callable], lines: Iterable) -> str:
+    """Lay out a table: the head of each column, and how a line fills it; what is short stands to the right."""
+    cells = [[fill(line) for fill in columns.values()] for line in lines]
+    short = [i > 0 and all(len(line[i]) < 30 for line in cells) for i in range(len(columns))]
+    cells = [list(columns), ["---:" if right else "---" for right in short], *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def number(field: str, digits: int = 1, unit: float | str = 1.0, rounded: Callable = at_least) -> Fill:
+    """Return what fills a column with a field over a unit, a number or another field."""
+    return lambda row: rounded(row[field] / row.get(unit, unit) if row.get(field) else None, digits)
+
+
+def text(**columns: str) -> dict[str, Fill]:
+    """Return columns of fields as they are."""
+    return {head: lambda row, field=field: plain(str(row[field])) for head, field in columns.items()}
+
+
+def pivot(rows: list[dict], line: str, column: str, fill: Fill) -> str:
+    """Lay out a table with a line and a column for each value of two fields, in the order of the rows."""
+    cells = {(row[line], row[column]): fill(row) for row in rows}
+    heads = dict.fromkeys(row[column] for row in rows)
+    columns = {str(head): lambda of, head=head: cells.get((of, head), "–") for head in heads}
+    return markdown({"": lambda of: plain(str(of))} | columns, dict.fromkeys(row[line] for row in rows))
 
 
 def times(rows: list[dict]) -> str:
-    """Show kernel times in microseconds; below the table, what a peer could not run, and why."""
-    shown = {field: name for field, name in TIMES.items() if any(field in row for row in rows)}
-    head = ["forest", *shown.values()]
-    return "\n\n".join(
-        [markdown(head, [[row["name"], *(number(row.get(field)) for field in shown)] for row in rows]), *failures(rows)]
+    """Show kernel times in microseconds, and what they come to; heads where they differ, other sizes than usual."""
+    differ = len({row["heads"] for row in rows}) > 1
+
+    def name(row: dict) -> str:
+        said = [f"{row['heads']} heads"] * differ
+        said += [f"head size {row['head_dim']}"] * (row["head_dim"] != 128)
+        said += [f"pages of {row['page_size']}"] * (row["page_size"] != 16)
+        return plain(row["name"]) + f" ({', '.join(said)})" * bool(said)
+
+    columns = {"forest, μs": name, "codec_jax": number("kernel_us", rounded=at_most), "roofline": number("roofline_us")}
+    columns |= {peer: number(field) for field, peer in PEERS.items() if any(field in row for row in rows)}
+    return markdown(columns, rows)
+
+
+def summary(rows: list[dict]) -> str:
+    """Say what a call takes over the roofline, and how much of its time others take, in geometric means."""
+    ratios = [1 / ratio for ratio in speedups(rows, "roofline_us")]
+    if not ratios:
+        return "No forest was measured."
+    over = [row["kernel_us"] - row["roofline_us"] for row in rows if row.get("kernel_us")]
+    gains = {name: speedups(rows, field) for field, name in PEERS.items()}
+    others = ", ".join(f"{name} {mean_and_range(each)}" for name, each in gains.items() if each) or "none"
+    return (
+        f"Geometric means over {len(over)} forests: {at_most(statistics.geometric_mean(ratios), 2)}x the roofline, "
+        f"{at_most(min(over), 1)} to {at_most(max(over), 1)} μs over it. Others' time over ours: {others}."
     )
 
 
-def failures(rows: list[dict]) -> list[str]:
-    """Say, a line for each peer, which rows it could not run, and why."""
-    said = []
+def notes(table: str, rows: list[dict]) -> list[str]:
+    """Say what stands below a table, the most important first."""
+    first = {"times": summary, "ablation": predictions}.get(table)
+    return ([first(rows)] if first and rows else []) + peculiarities(rows)
+
+
+def peculiarities(rows: list[dict]) -> list[str]:
+    """Say which configuration of a peer was its fastest on how many forests, and where a peer has no time, and why."""
+    fastest, failed = [], []
     for field, name in PEERS.items():
-        reasons = [f"{row['name']} ({row[f'{field[:-3]}_error']})" for row in rows if row.get(f"{field[:-3]}_error")]
-        if reasons:
-            said.append(f"No time of {name}: {'; '.join(reasons)}.")
-    return said
-
-
-def over_peers(rows: list[dict]) -> str:
-    """Say in geometric means how much faster we are than each peer, and how far over the roofline."""
-    measured = [row for row in rows if row.get("kernel_us")]
-    if not measured:
-        return "No forest was measured."
-    ratios = [row["kernel_us"] / row["roofline_us"] for row in measured]
-    parts = [f"{at_most(statistics.geometric_mean(ratios), 2)}x the roofline"]
-    for field, name in PEERS.items():
-        gains = speedups(measured, field)
-        if gains:
-            mean, least, most = mean_and_range(gains)
-            parts.append(f"{mean} faster than {name} ({least} to {most})")
-    return f"Geometric means over {len(measured)} forests: {', '.join(parts)}."
-
-
-def figures(rows_of: dict[str, list[dict]]) -> str:
-    """Sum figures up, a line each: how many forests, and in geometric means how much longer each peer takes."""
-    lines = []
-    for title, rows in rows_of.items():
-        gains = [speedups(rows, field) for field in _IN_FIGURES]
-        said = ["{} ({} to {})".format(*mean_and_range(x)) if x else "–" for x in gains]
-        lines.append([title, str(len([row for row in rows if row.get("kernel_us")])), *said])
-    return markdown(["figure", "forests", *_IN_FIGURES.values()], lines)
-
-
-def speedups(rows: list[dict], field: str) -> list[float]:
-    """Return another time over ours, for every row that has both."""
-    return [row[field] / row["kernel_us"] for row in rows if row.get(field) and row.get("kernel_us")]
-
-
-def mean_and_range(gains: list[float]) -> tuple[str, ...]:
-    """Show the geometric mean of speed-ups, the least and the greatest."""
-    return tuple(f"{speedup(value)}x" for value in (statistics.geometric_mean(gains), min(gains), max(gains)))
-
-
-def fastest(rows: list[dict]) -> list[str]:
-    """Say, in a line if there is any, for how many rows each configuration of a peer was its fastest."""
-    said = []
-    for field, name in PEERS.items():
-        timed = [
-            {configuration: us for configuration, us in row[of].items() if not isinstance(us, str)}
-            for row in rows
-            if (of := f"{field[:-3]}_configurations") in row
-        ]
-        counted = Counter(min(each, key=each.__getitem__) for each in timed if each)
-        if counted:
-            shown = ", ".join(f"{configuration} ({count})" for configuration, count in counted.most_common())
-            said.append(f"{name}: {shown}")
-    return [f"Fastest configurations, and of how many forests: {'; '.join(said)}."] * bool(said)
-
-
-def figure(rows: list[dict]) -> str:
-    """Show a figure's times and what they come to."""
-    return "\n\n".join([times(rows), over_peers(rows), *fastest(rows)])
-
-
-def with_heads(rows: list[dict]) -> str:
-    """Show a figure's times with the heads of each row, and what else is not as in most."""
-    usual = {"head_dim": ("head size", 128), "page_size": ("pages of", 16)}
-    named = []
-    for row in rows:
-        unusual = [f"{said} {row[field]}" for field, (said, value) in usual.items() if row[field] != value]
-        named.append(row | {"name": f"{row['name']} ({', '.join([row['heads'], *unusual])})"})
-    return figure(named)
+        peer = field.removesuffix("_us")
+        tried = [row.get(f"{peer}_configurations", {}) for row in rows]
+        timed = [{which: us for which, us in each.items() if not isinstance(us, str)} for each in tried]
+        counted = Counter(min(each, key=each.__getitem__) for each in timed if each).most_common()
+        fastest += [f"{name}: {', '.join(f'{which} ({count})' for which, count in counted)}"] * bool(counted)
+        reasons = [f"{row['name']} ({row[f'{peer}_error']})" for row in rows if row.get(f"{peer}_error")]
+        failed += [f"No time of {name}: {'; '.join(reasons)}."] * bool(reasons)
+    return [f"Fastest configurations, and of how many forests: {'; '.join(fastest)}."] * bool(fastest) + failed
 
 
 def traffic(rows: list[dict]) -> str:
-    """Show what each call read from device memory and sent from L2 to SMs, over the unique KV bytes."""
-    callers = {"": "codec_jax", "flashinfer_decode_": "FlashInfer decode", "flashinfer_cascade_": "FlashInfer cascade"}
-    fields = {"dram_read_bytes": "DRAM", "l2_to_sm_bytes": "L2 to SM"}
-    columns = {
-        f"{prefix}{field}": f"{name}, {what}"
-        for prefix, name in callers.items()
-        for field, what in fields.items()
-        if any(f"{prefix}dram_read_bytes" in row for row in rows)
-    }
-    lines = [
-        [
-            row["name"],
-            f"{row['unique_bytes'] / 1e6:.0f}",
-            at_least(row["unshared_bytes"] / row["unique_bytes"], 2),
-            *(
-                (at_most if field in fields else at_least)(row[field] / row["unique_bytes"], 3)
-                if row.get(field)
-                else number(None)
-                for field in columns
-            ),
-        ]
-        for row in rows
-    ]
-    return markdown(["forest", "unique KV, MB", "without sharing", *columns.values()], lines)
+    """Show what each call read from device memory and was sent by L2, over the unique KV bytes."""
+    columns = text(forest="name") | {"unique KV, MB": number("unique_bytes", 0, 1e6)}
+    for caller, name in {"": "codec_jax", **{field[:-2]: name for field, name in PEERS.items()}}.items():
+        for field, said in BYTES.items():
+            if any(caller + field in row for row in rows):
+                columns[f"{name} {said}"] = number(caller + field, 2, "unique_bytes", at_least if caller else at_most)
+    return markdown(columns | {"all contexts": number("unshared_bytes", 2, "unique_bytes")}, rows)
 
 
 def crossover(rows: list[dict]) -> str:
     """Show plain decode's time over ours: a table for each group and length of own tokens, batch by prefix."""
-    maps: dict[str, dict[tuple[int, int], float | None]] = {}
-    for row in rows:
-        maps.setdefault(row["series"], {})[row["x"], row["requests"]] = gain(row)
-    tables = []
-    for series, cells in maps.items():
-        prefixes, batches = (sorted({cell[i] for cell in cells}) for i in (0, 1))
-        lines = [[str(batch), *(speedup(cells.get((prefix, batch))) for prefix in prefixes)] for batch in batches]
-        tables.append(f"{series}:\n\n{markdown(['requests', *(f'{prefix} shared' for prefix in prefixes)], lines)}")
-    behind = []
-    for what, fields in (
-        ("plain decode", PLAIN),
-        ("plain decode that reads the same pages", PAGED),
-        ("the same kernels without sharing", SAME_KERNELS),
-    ):
-        gains = [value for row in rows if (value := gain(row, fields))]
-        if gains:
-            number_behind = sum(value * MOST_BEHIND < 1 for value in gains)
-            behind.append(f"{number_behind} of {len(gains)} are behind {what} ({at_least(min(gains), 2)}x at least)")
-    tables += [f"Cells more than 3% behind: {'; '.join(behind)}.", *fastest(rows)]
-    return "\n\n".join(tables)
+    rows = [row for row in rows if "requests" in row]
+    rows.sort(key=lambda row: (row["series"], row["requests"], row["x"]))
+    parts = []
+    for series in dict.fromkeys(row["series"] for row in rows):
+        cells = [row for row in rows if row["series"] == series]
+        cells = [
+            row | {"batch": plain(f"{row['requests']} requests:")[:-1], "shared": f"{row['x']:,} shared"}
+            for row in cells
+        ]
+        parts.append(f"{series}:\n\n{pivot(cells, 'batch', 'shared', lambda row: at_least(gain(row), 2))}")
+    kinds = ("plain decode", PLAIN), ("plain decode of the same pages", PLAIN[::2]), ("our kernels unshared", PLAIN[:1])
+    for kind, fields in kinds:
+        if gains := [value for row in rows if (value := gain(row, fields))]:
+            behind = f"{sum(value * MAX_BEHIND < 1 for value in gains)} of {len(gains)} cells are more than 3% behind"
+            parts.append(f"{behind} {kind}, which takes {at_least(min(gains), 2)}x at least.")
+    return "\n\n".join(parts)
 
 
 def decoding(rows: list[dict]) -> str:
-    """Show the time of a decode step in milliseconds: a line for each case, a column for each way of attention.
-
-    Beside it stands what the kernels of the step with sharing do.
-    """
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    cases: dict[tuple[str, int, int], dict[str, dict]] = {}
+    """Show the time of a decode step in milliseconds, ways of attention beside each other; parts of ours."""
+    steps: dict[str, dict] = {}
     for row in rows:
-        cases.setdefault((row["model"], row["requests"], row["document_tokens"]), {})[row["variant"]] = row
-    lines = [
-        [
-            f"{model}, {requests} requests over {document} tokens",
-            *(number(milliseconds(of_case.get(variant, {}).get("wall_us")), 3) for variant in variants),
-            number(milliseconds(next(iter(of_case.values())).get("floor_us")), 3),
-            *(number(milliseconds(of_case.get("shared", {}).get(f"{part}_us")), 3) for part in STEP_PARTS),
-        ]
-        for (model, requests, document), of_case in cases.items()
-    ]
-    parts = [f"shared: {said}" for said in STEP_PARTS.values()]
-    return markdown(["decode step, ms", *variants, "weights and unique KV read once", *parts], lines)
-
-
-#: Fields of a step's kernels, and the columns' heads.
-STEP_PARTS = {"attention": "attention", "products": "products with weights", "other": "other kernels"}
+        case = f"{row['requests']} requests over {row['document_tokens']} tokens"
+        fields = {f"{row['variant']} {field}": value for field, value in row.items()}
+        steps.setdefault(case, {"case": case}).update(fields)
+    columns = text(**{"decode step, ms": "case"})
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        columns[variant] = number(f"{variant} wall_us", 2, 1e3, at_most if variant == "shared" else at_least)
+    columns["weights and unique KV read once"] = number("shared floor_us", 2, 1e3)
+    for part in ("attention", "products", "other"):
+        columns[f"shared: {part}"] = number(f"shared {part}_us", 2, 1e3, at_most)
+    return markdown(columns, steps.values())
 
 
 def invariance(rows: list[dict]) -> str:
     """Show what batches of different composition make of the same prompts."""
-    lines = []
-    for row in rows:
-        agree = row["tokens_before_the_first_difference"]
-        lines.append([
-            row["model"],
-            row["implementation"],
-            row["composition"],
-            f"{agree.count(row['tokens'])} of {len(agree)}",
-            str(min(agree)),
-            f"{row['logits_difference']:.1e}",
-            f"{row['logprob_difference']:.1e}",
-        ])  # fmt: skip
-    same = f"prompts with the same {rows[0]['tokens']} tokens"
-    apart = "logits apart", "log-probabilities apart"
-    return markdown(["model", "path", "batches", same, "tokens agree for, at least", *apart], lines)
-
-
-def milliseconds(us: float | None) -> float | None:
-    """Convert microseconds."""
-    return None if us is None else us / 1e3
+    agree = "tokens_before_the_first_difference"
+    columns = text(model="model", path="implementation", batches="composition")
+    columns["prompts with the same tokens"] = lambda row: f"{row[agree].count(row['tokens'])} of {len(row[agree])}"
+    columns["tokens agree for, at least"] = lambda row: f"{min(row[agree])} of {row['tokens']}"
+    columns["logits apart"] = lambda row: f"{row['logits_difference']:.1e}"
+    columns["log-probabilities apart"] = lambda row: f"{row['logprob_difference']:.1e}"
+    return markdown(columns, rows)
 
 
 def planning(rows: list[dict]) -> str:
-    """Show the times of make_plan, and of replan where only leaves grew, in milliseconds on the CPU.
-
-    Beside them make_plan's part of the least time of the attention that a plan serves.
-    """
-    lines = [
-        [
-            row["name"],
-            str(row["requests"]),
-            str(row["nodes"]),
-            number(milliseconds(row["plan_us"]), 2),
-            f"{number(milliseconds(row['replan_us']), 2)}{'' if row['replan_extends'] else ' (anew)'}",
-            f"{at_most(100 * row['plan_us'] / served_us(row), 2)}%",
-            number(row["most_load"] / row["mean_load"], 3),
-        ]
-        for row in rows
-    ]
-    head = [
-        "forest",
-        "requests",
-        "nodes",
-        "make_plan, ms",
-        "replan, ms",
-        "make_plan, of attention",
-        "most load over mean",
-    ]
-    return markdown(head, lines)
+    """Show the time of make_plan, its part of the attention that a plan serves, and how even the work is."""
+    columns = text(forest="name", requests="requests", nodes="nodes") | {
+        "make_plan, ms": number("plan_us", 2, 1e3, at_most)
+    }
+    columns["of its attention, %"] = lambda row: at_most(100 * row["plan_us"] / row["attention_us"], 2)
+    for policy, said in {"aligned": "max / mean load", "paper": "the paper's policy", "1": "not divided"}.items():
+        columns[said] = lambda row, policy=policy: at_most(row["max_over_mean_load"][policy], 3)
+    return markdown(columns, rows)
 
 
 def ablation(rows: list[dict]) -> str:
     """Show kernel times with and without sharing and division, by number of slices and by policy; and predictions."""
+    parts = {"sharing": "Sharing and division apart", "fixed": "Equal slices of every stream", "policies": "Policies"}
     shown = []
-    for part, said in ABLATIONS.items():
-        of_part = [row for row in rows if row["part"] == part]
-        variants = list(dict.fromkeys(row["variant"] for row in of_part))
-        forests = dict.fromkeys(row["name"] for row in of_part)
-        times = {(row["name"], row["variant"]): row.get("kernel_us") for row in of_part}
-        lines = [[name, *(number(times.get((name, variant))) for variant in variants)] for name in forests]
-        if lines:
-            shown.append(f"{said}\n\n{markdown(['forest, μs', *variants], lines)}")
-    errors = prediction_errors(rows)
-    if errors:
-        shown.append(
-            "The plan's cost model predicts these times of the default plan with an error of "
-            f"{at_most(100 * max(errors), 1)}% at most over {len(errors)} forests, "
-            f"{at_most(100 * statistics.median(errors), 1)}% in the median."
-        )
+    for part, said in parts.items():
+        if of_part := [row for row in rows if row["part"] == part]:
+            shown.append(f"{said}, μs:\n\n{pivot(of_part, 'name', 'variant', number('kernel_us', rounded=at_most))}")
     return "\n\n".join(shown)
 
 
-#: Parts of `benchmarks.ablation`, and what stands above the table of each.
-ABLATIONS = {
-    "sharing": "Sharing and division apart:",
-    "fixed": "Fixed numbers of slices of every stream, and the default:",
-    "policies": "Policies of division:",
-}
-
-
-def prediction_errors(rows: list[dict]) -> list[float]:
-    """Return how far the predicted time of the default plan is from the measured one, once for every forest."""
+def predictions(rows: list[dict]) -> str:
+    """Say how far the times that the cost model predicts of the default plan are off."""
     default = {row["name"]: row for row in rows if row["variant"] in ("aligned", "both") and row.get("kernel_us")}
-    return [abs(row["predicted_us"] / row["kernel_us"] - 1) for row in default.values()]
+    errors = [100 * abs(row["predicted_us"] / row["kernel_us"] - 1) for row in default.values()]
+    median, most = (at_most(f(errors), 1) if errors else "–" for f in (statistics.median, max))
+    return f"The cost model is {median}% off in the median of {len(errors)} forests, {most}% at most."
 
 
 def ceilings(rows: list[dict]) -> str:
     """Show what XLA reads and multiplies at most on each GPU, and the rates that its rooflines are made of."""
-    head = ["GPU", "XLA reads, TB/s", "XLA multiplies, TFLOP/s", "roofline reads, TB/s", "roofline multiplies, TFLOP/s"]
-    lines = []
-    for row in rows:
-        rates = (row["read_bytes_per_us"], row["flops_per_us"], *CEILINGS[row["device"]])
-        lines.append(
-            [row["device"], *(number(rate / 1e6, digits) for rate, digits in zip(rates, (2, 0, 2, 0), strict=True))]
-        )
-    return markdown(head, lines)
+    columns = text(device="device")
+    for field, unit, digits in (("read_bytes_per_us", "TB/s", 2), ("flops_per_us", "TFLOP/s", 0)):
+        fill = number(field, digits, 1e6)
+        columns[f"XLA, {unit}"] = fill
+        columns[f"rooflines, {unit}"] = lambda row, fill=fill: fill(CEILINGS[row["device"]]._asdict())
+    return markdown(columns, rows)
 
 
 def tuning(rows: list[dict]) -> str:
-    """Show, for each head size, the geometric mean of time over roofline of every config that all forests allow."""
-    lines = []
-    for head_dim, table in sorted({(row["head_dim"], row["table"]) for row in rows}):
-        scores = {config: score(forests) for config, forests in by_config(rows, head_dim, table).items()}
-        lines += [
-            [str(head_dim), table, str(config.block_tokens), str(config.stages), f"{value:.3f}"]
-            for config, value in scores.items()
-            if value is not None
-        ]
-    return markdown(["head size", "forests", "tokens of a block", "blocks in flight", "times the roofline"], lines)
-
-
-def measured_on(rows: list[dict]) -> str:
-    """Say on what, with which versions and when rows were measured."""
-    said = [row["device"] for row in rows]
-    said += [
-        f"{name} {row['versions'][package]}"
-        for package, name in _VERSIONS.items()
-        for row in rows
-        if package in row["versions"]
-    ]
-    return ", ".join(dict.fromkeys([*said, *sorted(row["date"] for row in rows)]))
+    """Show the score of every size of blocks that serves all forests."""
+    heads = "head size", "work of a thread block", "tokens of a block", "blocks in flight"
+    columns = {head: lambda each, i=i: str(each[0][i]).lower() for i, head in enumerate(heads)}
+    columns["time over roofline"] = lambda each: at_most(each[1], 3)
+    return markdown(columns, [each for each in scores(rows).items() if each[1]])

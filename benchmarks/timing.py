@@ -7,6 +7,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,21 @@ from jax.experimental.mosaic.gpu import profiler
 _FLUSH_BYTES = 256 << 20
 
 
-def require_gpu(parser: argparse.ArgumentParser) -> None:
-    """End the command where there is nothing to measure on."""
+def command(doc: str | None, resumes: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of a command that measures rows, and may go on with those of an interrupted run."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=doc)
+    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    if resumes:
+        parser.add_argument("--resume", action="store_true", help="keep what an interrupted run has measured")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the arguments of a command, and end it where there is no GPU to measure on."""
+    arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
+    return arguments
 
 
 @jax.jit

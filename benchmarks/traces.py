@@ -10,48 +10,26 @@ import numpy as np
 
 from benchmarks.inputs import Case
 from benchmarks.workloads import Workload
-from codec_jax.prefixes import shared_runs
+from codec_jax.forest.radix_tree import shared_tokens
 
 _DATA = Path(__file__).parent / "data"
 RECORDED, TRACE = _DATA / "tot_sorting128.json", _DATA / "mooncake_conversation_2000.jsonl"
 
-MOST_TREES = 24  # of a file are measured, from the smallest to the largest
+MAX_TREES = 24  # of a file are measured, from the smallest to the largest
 BLOCK_TOKENS = 512  # of a Mooncake trace
 BATCHES, BATCHES_OF_A_SIZE = (16, 32, 64), 4
 
 
-def recorded_trees(path: Path) -> list[Case]:
-    """Return trees of a file, evenly spaced by their unique tokens; each is a batch of its own.
-
-    Raises ValueError, with the place, for what is no list of trees; OSError if the file cannot be read.
-    """
-    try:
-        listed = json.loads(path.read_text())["trees"]
-        trees = [_tree(number, tree, path) for number, tree in enumerate(listed)]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected a JSON object with a list 'trees', got {error!r}") from None
-    if not trees:
-        raise ValueError(f"{path}: expected at least one tree, got none")
+def recorded_trees(path: Path = RECORDED) -> list[Case]:
+    """Return trees of a file, evenly spaced by their unique tokens; each is a batch of its own."""
+    listed = [(tree["parent"], tree["length"], tree["leaf"]) for tree in json.loads(path.read_text())["trees"]]
+    trees = [
+        Workload(f"tree {number}: {len(leaf)} requests, {sum(length)} tokens", parent, length, leaf)
+        for number, (parent, length, leaf) in enumerate(listed)
+    ]
     trees.sort(key=lambda tree: sum(tree.length))
-    chosen = np.unique(np.linspace(0, len(trees) - 1, min(MOST_TREES, len(trees))).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(trees) - 1, min(MAX_TREES, len(trees))).round().astype(int))
     return [Case(trees[i], series="one tree a batch", x=sum(trees[i].length)) for i in chosen]
-
-
-def _tree(number: int, tree: dict, path: Path) -> Workload:
-    """Check a tree. Raises ValueError with its number."""
-    where = f"{path}: trees[{number}]"
-    fields = [tree.get(name) if isinstance(tree, dict) else None for name in ("parent", "length", "leaf")]
-    for name, values in zip(("parent", "length", "leaf"), fields, strict=True):
-        if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
-            raise ValueError(f"{where}: {name}: expected a list of integers, got {values!r:.60}")
-    parent, length, leaf = fields
-    if len(parent) != len(length) or min(length) < 0:
-        raise ValueError(f"{where}: expected a length of 0 or more for each of {len(parent)} nodes, got {len(length)}")
-    if any(not -1 <= above < node for node, above in enumerate(parent)):
-        raise ValueError(f"{where}: parent: expected -1 or an earlier node for every node")
-    if not all(0 <= node < len(parent) for node in leaf):
-        raise ValueError(f"{where}: leaf: expected nodes below {len(parent)}")
-    return Workload(f"tree {number}: {len(leaf)} requests, {sum(length)} tokens", parent, length, leaf)
 
 
 class Arrival(NamedTuple):
@@ -61,52 +39,12 @@ class Arrival(NamedTuple):
     blocks: list[int]
 
 
-def read_trace(path: Path) -> list[Arrival]:
-    """Return the requests of a trace in Mooncake's format, in the order of the file; empty lines do not count.
-
-    Raises ValueError, with all bad lines by number, for lines that are no such request; OSError if the file cannot be
-    read.
-    """
-    arrivals, bad = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            arrivals.append(_arrival(json.loads(line)))
-        except ValueError as error:  # also what is not JSON, or not UTF-8
-            bad.append(f"line {number}: {error}")
-    if bad:
-        more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise ValueError(f"{path}: {'; '.join(bad[:5])}{more}")
-    return arrivals
-
-
-def _arrival(fields: object) -> Arrival:
-    """Check one request. Raises ValueError."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"expected a JSON object, got {fields!r:.60}")
-    tokens, blocks = fields.get("input_length"), fields.get("hash_ids")
-    if type(tokens) is not int or tokens < 1:
-        raise ValueError(f"input_length: expected a positive integer, got {tokens!r:.60}")
-    if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
-        raise ValueError(f"hash_ids: expected a list of integers from 0 on, got {blocks!r:.60}")
-    if len(blocks) != -(-tokens // BLOCK_TOKENS):
-        raise ValueError(
-            f"hash_ids: expected one for each {BLOCK_TOKENS} of {tokens} tokens, {-(-tokens // BLOCK_TOKENS)}, "
-            f"got {len(blocks)}"
-        )
-    return Arrival(tokens, blocks)
-
-
-def arrivals(path: Path) -> list[Case]:
+def arrivals(path: Path = TRACE) -> list[Case]:
     """Return batches of a trace as they arrive, and of the whole trace sorted by prefix, as a batcher with a long queue
-    would group it. Batches of a size are evenly spaced.
-
-    Raises ValueError for a bad trace, or one that is shorter than a batch; OSError if the file cannot be read.
+    would group it. Batches of a size are evenly spaced. The file is in Mooncake's format, a request a line.
     """
-    trace = read_trace(path)
-    if len(trace) < max(BATCHES):
-        raise ValueError(f"{path}: expected at least {max(BATCHES)} requests, got {len(trace)}")
+    fields = [json.loads(line) for line in path.read_text().splitlines()]
+    trace = [Arrival(each["input_length"], each["hash_ids"]) for each in fields]
     cases = []
     orders = {"as they arrive": trace, "sorted by prefix": sorted(trace, key=lambda arrival: arrival.blocks)}
     for order, requests in orders.items():
@@ -125,7 +63,13 @@ def prompts_tree(name: str, requests: list[Arrival]) -> Workload:
         own = np.asarray(blocks, np.int64) * (BLOCK_TOKENS + 1) + BLOCK_TOKENS
         own[-1] -= len(blocks) * BLOCK_TOKENS - tokens
         symbols.append(own)
-    runs = shared_runs(symbols)
-    nodes = zip(runs.source, runs.begin, runs.end, strict=True)
-    length = [int((symbols[source][begin:end] % (BLOCK_TOKENS + 1)).sum()) for source, begin, end in nodes]
-    return Workload(name, runs.parent, length, runs.leaf)
+    nodes = shared_tokens(symbols)
+    parent, blocks, leaf = (values.tolist() for values in nodes)
+    length = [0] * len(parent)
+    for own, node in zip(symbols, leaf, strict=True):
+        tokens, end = own % (BLOCK_TOKENS + 1), len(own)
+        while node >= 0:
+            begin = end - blocks[node]
+            length[node] = int(tokens[begin:end].sum())
+            node, end = parent[node], begin
+    return Workload(name, parent, length, leaf)

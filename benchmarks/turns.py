@@ -1,13 +1,12 @@
 """Turns on the GPU: commands that run at the same time compile side by side, and measure one after another.
 
-What is measured must have the GPU to itself, but most of a command's time goes into tracing and compiling on the host.
+A measurement must have the GPU to itself, but most of a command's time goes into tracing and compiling on the host.
 A command takes its turn for each case and leaves the GPU to others while it compiles. The lock is a file, so that it
 goes when its process does.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import fcntl
 import functools
 import os
@@ -26,21 +25,16 @@ class Turns:
 
     def __init__(self, path: Path) -> None:
         """Use a lock file, which need not be there."""
-        self._path, self._file, self._at_most = path, -1, 0.0
+        self._path, self._file = path, -1
 
     @contextmanager
-    def taken(self, at_most: float = 0.0) -> Iterator[None]:
-        """Wait for the GPU and keep it; must not be nested.
-
-        The process ends, whatever it is doing, if it does without a wait for `at_most` seconds; 0 is no limit.
-        """
-        self._at_most = at_most
+    def taken(self) -> Iterator[None]:
+        """Wait for the GPU and keep it; must not be nested."""
         self._take()
         try:
             yield
         finally:
             self._give()
-            self._watch(0.0)
 
     @contextmanager
     def given(self) -> Iterator[None]:
@@ -55,20 +49,12 @@ class Turns:
             self._take()
 
     def _take(self) -> None:
-        self._watch(0.0)
         self._file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._watch(self._at_most)
 
     def _give(self) -> None:
         os.close(self._file)
         self._file = -1
-
-    def _watch(self, seconds: float) -> None:
-        if seconds:
-            faulthandler.dump_traceback_later(seconds, exit=True)
-        elif self._at_most:
-            faulthandler.cancel_dump_traceback_later()
 
 
 def _lock_file(what: str) -> Path:
