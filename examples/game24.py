@@ -12,15 +12,13 @@ or three (p / q, in lowest terms) where it is not whole:
 A model of this language both proposes steps and, asked with "?", judges the states that they lead to.
 """
 
-import ast
-import operator
 import random
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import combinations, combinations_with_replacement
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +27,7 @@ State = tuple[Number, ...]
 Puzzle = tuple[int, ...]
 
 TARGET = 24
+HELD_OUT = 100  # puzzles that training never poses
 MAX_NUMBER = 169  # 13 * 13: the smallest bound on numerators and denominators that keeps all 1362 solvable
 
 VOCABULARY: tuple[str, ...] = (
@@ -41,14 +40,10 @@ _TOKEN = {symbol: token for token, symbol in enumerate(VOCABULARY)}
 PAD, BOS, DONE, ASK, LIVE, DEAD = range(6)  # the first six of the vocabulary
 END_OF_PROMPT, END_OF_STEP = _TOKEN[":"], _TOKEN[";"]
 
-MAX_TOKENS = 56  # no trajectory is longer
+PROMPT_TOKENS, MAX_TOKENS = 6, 56  # of every puzzle, and of the longest trajectory
 
 
-# --- The game -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One legal step: `left operator right = result`, which leaves the numbers `after`."""
 
     left: Number
@@ -59,34 +54,26 @@ class Move:
 
 
 def puzzles() -> list[Puzzle]:
-    """All 1820 puzzles, each sorted, of which 1362 can be solved."""
+    """All 1820 puzzles, each sorted; 1362 can be solved."""
     return list(combinations_with_replacement(range(1, 14), 4))
 
 
 @cache
 def moves(state: State) -> tuple[Move, ...]:
-    """The legal moves from a sorted state, each listed once even where numbers repeat.
-
-    There may be none: two awkward fractions can exceed MAX_NUMBER whichever way they are combined.
-    """
+    """The legal moves from a sorted state, each once. Of two awkward fractions there may be none below MAX_NUMBER."""
     found = []
     for low, high in dict.fromkeys(combinations(state, 2)):
         rest = list(state)
         rest.remove(low)
         rest.remove(high)
-        for left, symbol, right, result in _operations(low, high):
-            found.append(Move(left, symbol, right, result, tuple(sorted([*rest, result]))))
+        found += [Move(*operation, tuple(sorted([*rest, operation[-1]]))) for operation in _operations(low, high)]
     return tuple(found)
 
 
 @cache
 def _operations(low: Number, high: Number) -> list[tuple[Number, str, Number, Number]]:
     """What a pair can become. No difference is negative: a solution never needs one that is."""
-    candidates: list[tuple[Number, str, Number, Number]] = [
-        (high, "+", low, high + low),
-        (high, "-", low, high - low),
-        (high, "*", low, high * low),
-    ]
+    candidates = [(high, "+", low, high + low), (high, "-", low, high - low), (high, "*", low, high * low)]
     if low != 0:
         candidates.append((high, "÷", low, Fraction(high, low)))
     if low != high:  # hence high is not 0
@@ -111,15 +98,12 @@ def solving_moves(state: State) -> tuple[Move, ...]:
     return tuple(move for move in moves(state) if solvable(move.after))
 
 
-def split(held_out: int = 100, seed: int = 24) -> tuple[list[Puzzle], list[Puzzle]]:
+def split(held_out: int = HELD_OUT, seed: int = 24) -> tuple[list[Puzzle], list[Puzzle]]:
     """The solvable puzzles as (training, held out): the same for a seed on any machine."""
     # Random.random is the one draw that Python promises never to change, so it alone sets the order.
     dice = random.Random(seed)
     shuffled = sorted(filter(solvable, puzzles()), key=lambda _: dice.random())
     return shuffled[held_out:], shuffled[:held_out]
-
-
-# --- Tokens -------------------------------------------------------------------------------------------------
 
 
 def encode_prompt(puzzle: Puzzle) -> list[int]:
@@ -129,16 +113,8 @@ def encode_prompt(puzzle: Puzzle) -> list[int]:
 
 def encode_move(move: Move) -> list[int]:
     """The tokens of one step, up to and including ";"."""
-    return [
-        *_encode_numbers([move.left]),
-        _TOKEN[move.operator],
-        *_encode_numbers([move.right]),
-        _TOKEN["="],
-        *_encode_numbers([move.result]),
-        _TOKEN[","],
-        *_encode_numbers(move.after),
-        END_OF_STEP,
-    ]
+    left, right, result, after = map(_encode_numbers, ([move.left], [move.right], [move.result], move.after))
+    return [*left, _TOKEN[move.operator], *right, _TOKEN["="], *result, _TOKEN[","], *after, END_OF_STEP]
 
 
 def _encode_numbers(numbers: Iterable[Number]) -> list[int]:
@@ -151,38 +127,49 @@ def _encode_numbers(numbers: Iterable[Number]) -> list[int]:
 
 
 def text(tokens: Iterable[int]) -> str:
-    """The tokens for a reader, without padding and with fractions closed up: `8 ÷ 3 = 8/3 , 1 8/3 9 ;`."""
+    """The tokens for a reader, without padding: `8 ÷ 3 = 8/3 , 1 8/3 9 ;`."""
     return " ".join(VOCABULARY[token] for token in tokens if token != PAD).replace(" / ", "/")
 
 
 def read_step(state: State, tokens: Sequence[int]) -> Move | None:
-    """The move that a generated step, ";" included, makes from the state; None unless it is exactly right.
-
-    A sum or a product may name its operands in either order.
-    """
+    """The move that a generated step, ";" included, makes from the state; None unless it is exactly right."""
     return _readings(state).get(tuple(tokens))
 
 
 @cache
 def _readings(state: State) -> dict[tuple[int, ...], Move]:
-    """Every correct step from the state. They are so few that listing them is simpler than a parser."""
+    """Every correct step from the state; sums and products may name their operands in either order."""
     readings = {}
     for move in moves(state):
         readings[tuple(encode_move(move))] = move
         if move.operator in "+*":
-            swapped = replace(move, left=move.right, right=move.left)
-            readings[tuple(encode_move(swapped))] = move
+            readings[tuple(encode_move(move._replace(left=move.right, right=move.left)))] = move
     return readings
 
 
-# --- Answers ------------------------------------------------------------------------------------------------
+def read_game(puzzle: Puzzle, tokens: Sequence[int]) -> tuple[list[Move], list[int]]:
+    """The correct steps that a game begins with, and its tokens from the first one that is not: wrong or unfinished."""
+    game, rest = [], list(tokens)
+    while END_OF_STEP in rest:
+        end = rest.index(END_OF_STEP) + 1
+        move = read_step(game[-1].after if game else puzzle, rest[:end])
+        if move is None:
+            break
+        game, rest = [*game, move], rest[end:]
+    return game, rest
+
+
+def next_tokens(puzzle: Puzzle, tokens: Sequence[int]) -> Counter[int]:
+    """What may follow a game so far by the rules, and in how many correct steps; nothing after a wrong one."""
+    game, rest = read_game(puzzle, tokens)
+    if len(game) == 3:
+        return Counter([] if rest else [DONE])
+    steps = _readings(game[-1].after if game else puzzle)
+    return Counter(step[len(rest)] for step in steps if list(step[: len(rest)]) == rest and len(step) > len(rest))
 
 
 def expression(puzzle: Puzzle, moves: Iterable[Move]) -> str:
-    """A full sequence of moves as one expression, such as `(10 - 4) * (13 - 9)`.
-
-    Raises ValueError where the moves do not fit the puzzle or do not use all of it.
-    """
+    """Three moves from the puzzle as one expression, such as `(10 - 4) * (13 - 9)`."""
     numbers: list[Number] = list(puzzle)
     written = [str(number) for number in puzzle]
 
@@ -194,84 +181,46 @@ def expression(puzzle: Puzzle, moves: Iterable[Move]) -> str:
     for move in moves:
         written.append(f"({take(move.left)} {move.operator} {take(move.right)})")
         numbers.append(move.result)
-    if len(written) != 1:
-        raise ValueError(f"the moves leave {len(written)} numbers of {puzzle} where one should remain")
     return written[0][1:-1].replace("÷", "/")
 
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+def answer_of_game(puzzle: Puzzle, tokens: Sequence[int]) -> str | None:
+    """What the tokens of a game amount to, such as `(10 - 4) * (13 - 9)`; None if a step is wrong or missing."""
+    game, _ = read_game(puzzle, tokens)
+    return expression(puzzle, game) if len(game) == 3 else None
 
 
-def check(puzzle: Puzzle, answer: str) -> bool:
-    """Whether the answer uses exactly the puzzle's numbers and equals 24; safe on any string.
-
-    It shares nothing with the moves and the token format above, so that it can vouch for both.
-    """
-    # Only arithmetic reaches Python's parser, and not so much of it that the parser could overflow.
-    if not re.fullmatch(r"[-+*/() 0-9]{1,100}", answer):
-        return False
-    used: list[int] = []
-
-    def value(node: ast.expr) -> Fraction:
-        match node:
-            case ast.Constant(value=int(number)):
-                used.append(number)
-                return Fraction(number)
-            case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
-                return _ARITHMETIC[type(op)](value(left), value(right))
-        raise ValueError(f"{type(node).__name__} is not arithmetic")
-
-    try:
-        result = value(ast.parse(answer, mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        return False
-    return result == TARGET and sorted(used) == sorted(puzzle)
-
-
-# --- Training data ------------------------------------------------------------------------------------------
+def solves(puzzle: Puzzle, tokens: Sequence[int]) -> bool:
+    """Whether the tokens of a game are correct steps to 24, each number used once."""
+    game, _ = read_game(puzzle, tokens)
+    return len(game) == 3 and game[-1].after == (TARGET,)
 
 
 def trajectories(
-    rng: np.random.Generator,
-    count: int,
-    puzzles: Sequence[Puzzle],
-    *,
-    unsolvable_share: float,
-    explore: float,
-    ask: float,
+    rng: np.random.Generator, count: int, posed: Sequence[Puzzle], *, unsolvable: float, explore: float, ask: float
 ) -> np.ndarray:
     """Random games as int32 tokens [count, MAX_TOKENS], padded with PAD.
 
-    A game poses one of `puzzles` or, with probability `unsolvable_share`, one that has no solution. Each
-    step is a uniformly random legal move with probability `explore`, otherwise a uniformly random one that
-    keeps 24 in reach, where there is one. With probability `ask` the game is broken off after a random number
-    of steps for a verdict; otherwise it is played to its end, won or lost.
+    A game poses one of the puzzles `posed` or, with probability `unsolvable`, one that has no solution. Each step is a
+    uniformly random legal move with probability `explore`, otherwise a uniformly random one that keeps 24 in reach,
+    where there is one. With probability `ask` the game is broken off after a random number of steps for a verdict;
+    otherwise it is played to its end, won or lost.
     """
     # Held-out puzzles are never posed, but games from other puzzles may pass through the same three numbers.
     # That is meant: what is held out is the puzzle, not the arithmetic that lies beneath it.
     dice = random.Random(int(rng.integers(2**63)))  # for single draws, far faster than a Generator
+    hopeless = [puzzle for puzzle in puzzles() if not solvable(puzzle)]
     tokens = np.full((count, MAX_TOKENS), PAD, dtype=np.int32)
     for row in tokens:
-        puzzle = dice.choice(_unsolvable_puzzles() if dice.random() < unsolvable_share else puzzles)
-        game = _play(dice, puzzle, explore, dice.randrange(4) if dice.random() < ask else None)
+        state: State = dice.choice(hopeless if dice.random() < unsolvable else posed)
+        game, asked = encode_prompt(state), dice.random() < ask
+        for _ in range(dice.randrange(4) if asked else 3):
+            if choices := _steps(state, dice.random() >= explore):
+                step, state = dice.choice(choices)
+                game += step
+        game += [ASK, LIVE if solvable(state) else DEAD] if asked else [DONE]
         row[: len(game)] = game
     return tokens
-
-
-def _play(dice: random.Random, puzzle: Puzzle, explore: float, steps: int | None) -> list[int]:
-    """Play to the end, or for so many steps and then ask for the verdict."""
-    tokens = encode_prompt(puzzle)
-    state: State = puzzle
-    for _ in range(3 if steps is None else steps):
-        if choices := _steps(state, dice.random() >= explore):
-            step, state = dice.choice(choices)
-            tokens += step
-    return [*tokens, DONE] if steps is None else [*tokens, ASK, LIVE if solvable(state) else DEAD]
 
 
 @cache
@@ -279,8 +228,3 @@ def _steps(state: State, solving: bool) -> list[tuple[list[int], State]]:
     """The encoded moves from a state and where each leads, kept because a million games repeat them."""
     choices = solving_moves(state) if solving and solvable(state) else moves(state)
     return [(encode_move(move), move.after) for move in choices]
-
-
-@cache
-def _unsolvable_puzzles() -> list[Puzzle]:
-    return [puzzle for puzzle in puzzles() if not solvable(puzzle)]

@@ -1,0 +1,63 @@
+"""What the tests of several examples need: a small checkpoint, and dense attention over one sequence at a time."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tree_of_thoughts
+from checkpoints import write_checkpoint
+from flax import nnx
+
+from codec_jax.nnx import Decoder, Sampler, open_checkpoint
+
+
+class Dense:
+    """A decoder that looks at one sequence at a time, without pages, plans or forests."""
+
+    def __init__(self, model: Decoder, max_context: int) -> None:
+        graph, weights = nnx.split(model)
+        forward = jax.jit(lambda tokens: nnx.merge(graph, weights)(tokens))
+        self._logits = lambda tokens: forward(np.pad(tokens, (0, max_context - len(tokens))).astype(np.int32)[None])[0]
+
+    def logprobs(self, tokens: list[int]) -> np.ndarray:
+        """Of what follows each token, [tokens, V]."""
+        return np.asarray(jax.nn.log_softmax(self._logits(tokens)[: len(tokens)]))
+
+    def greedy(self, prompt: list[int], most: int, stop: int) -> list[int]:
+        """The most likely tokens, one after another."""
+        context = list(prompt)
+        while len(context) < len(prompt) + most and (len(context) == len(prompt) or context[-1] != stop):
+            context.append(int(self.logprobs(context)[-1].argmax()))
+        return context[len(prompt) :]
+
+
+class SmallModel:
+    """A checkpoint of one layer whose tokens are the words w0 to w39, of which w5 ends a text."""
+
+    vocab_size, stop, max_context = 40, 5, 256
+
+    def __init__(self, directory: Path) -> None:
+        sizes = {"vocab_size": self.vocab_size, "stop": self.stop, "max_context": self.max_context}
+        write_checkpoint(directory, "llama", **sizes, deviation=2.0, seed=4)
+        self.directory = directory
+        self.checkpoint = open_checkpoint(directory)
+        self.decoder = self.checkpoint.load("float32")
+        self._dense = Dense(self.decoder, self.max_context)
+
+    def logprobs(self, tokens: list[int]) -> np.ndarray:
+        return self._dense.logprobs(tokens)
+
+    def greedy(self, prompt: list[int], most: int) -> list[int]:
+        return self._dense.greedy(prompt, most, self.stop)
+
+
+@pytest.fixture(scope="session")
+def game_sampler() -> Sampler:
+    """A sampler of the decoder that plays Game of 24, compiled once: 8 puzzles with 20 states of each."""
+    return tree_of_thoughts.new_sampler(8, 5, 4)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return SmallModel(tmp_path_factory.mktemp("model"))
