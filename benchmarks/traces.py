@@ -63,8 +63,8 @@ def prompts_tree(name: str, requests: list[Arrival]) -> Workload:
         own = np.asarray(blocks, np.int64) * (BLOCK_TOKENS + 1) + BLOCK_TOKENS
         own[-1] -= len(blocks) * BLOCK_TOKENS - tokens
         symbols.append(own)
-    nodes = shared_tokens(symbols)
-    parent, blocks, leaf = (values.tolist() for values in nodes)
+    tree = shared_tokens(symbols, page_size=16)
+    parent, blocks, leaf = (values.tolist() for values in (tree.parent, tree.length, tree.leaf))
     length = [0] * len(parent)
     for own, node in zip(symbols, leaf, strict=True):
         tokens, end = own % (BLOCK_TOKENS + 1), len(own)

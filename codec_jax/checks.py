@@ -52,6 +52,22 @@ def array(name: str, value: Any) -> Array:
         raise ValueError(f"{name}: expected an array, got {type(value).__name__}") from None
 
 
+def shape(name: str, value: Any, **axes: int | None) -> dict[str, int]:
+    """Return the sizes of an array's axes, or raise ValueError unless they are these, in order; None is any size."""
+    got = tuple(value.shape)
+    if len(got) != len(axes) or any(size not in (None, of) for size, of in zip(axes.values(), got, strict=True)):
+        expected = ", ".join(axis if size is None else f"{axis} = {size}" for axis, size in axes.items())
+        raise ValueError(f"{name}: expected shape [{expected}], got {got}")
+    return dict(zip(axes, got, strict=True))
+
+
+def each(name: str, values: np.ndarray, fits: np.ndarray, expected: str) -> None:
+    """Raise ValueError, with the first of the values that does not fit, unless all do."""
+    if not fits.all():
+        at = tuple(np.argwhere(~fits)[0].tolist())
+        raise ValueError(f"{name}: expected {expected}, got {name}[{', '.join(map(str, at))}] = {values[at]}")
+
+
 def float_dtype(name: str, value: Any) -> None:
     """Raise ValueError unless a dtype is one that attention takes."""
     with contextlib.suppress(TypeError):  # of what is no dtype at all
@@ -75,7 +91,4 @@ def page_size(value: Any) -> int:
 
 def tokens(name: str, value: Int[np.ndarray, " n"], vocab_size: int) -> None:
     """Raise ValueError unless every token is in the vocabulary."""
-    wrong = (value < 0) | (value >= vocab_size)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise ValueError(f"{name}: expected tokens in [0, {vocab_size}), got {value[at]} at index {at}")
+    each(name, value, (value >= 0) & (value < vocab_size), f"tokens in [0, {vocab_size})")

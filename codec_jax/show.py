@@ -16,7 +16,7 @@ from codec_jax.forest import FREE, Forest
 from codec_jax.forest.depth_first import depths
 from codec_jax.planning import Plan
 from codec_jax.planning.predict import loads
-from pallas_kernels.plan_format import Page
+from codec_jax.traffic import pages_of_streams
 
 MAX_LINES = 60
 _MAX_RANGES = 4  # of request numbers in a line
@@ -173,8 +173,7 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 def _tokens_read(plan: Plan) -> tuple[int, int]:
     """Count the tokens of all streams, at the lengths planned for, and those of them that are different."""
-    pages = Page(*plan.arrays.block_pages.reshape(-1, len(Page._fields)).T)
-    page = np.stack([pages.node, pages.token], 1)[pages.readers > 0]
+    page = np.stack(pages_of_streams(plan), 1)
 
     def tokens(page: Int[np.ndarray, "pages 2"]) -> int:
         node, token = page.T

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from jaxtyping import Int
@@ -22,11 +23,7 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         """Add up two spans of decoding."""
-        return Traffic(
-            self.generated_tokens + other.generated_tokens,
-            self.kv_tokens_read + other.kv_tokens_read,
-            self.kv_tokens_unshared + other.kv_tokens_unshared,
-        )
+        return Traffic(*map(operator.add, astuple(self), astuple(other)))
 
 
 def count_decode(forest: Forest, plan: Plan, new_tokens: Int[np.ndarray, " B"]) -> Traffic:
@@ -36,7 +33,7 @@ def count_decode(forest: Forest, plan: Plan, new_tokens: Int[np.ndarray, " B"]) 
     one, until the last request has stopped.
     """
     steps = int(new_tokens.max(initial=0))
-    node, token = _pages(plan)
+    node, token = pages_of_streams(plan)
     # Every stream that reads a node reads its first page.
     streams = np.bincount(node[token == 0], minlength=forest.node_capacity)
     active = forest.active
@@ -56,14 +53,14 @@ def count_pass(forest: Forest, plan: Plan) -> Traffic:
 
     Pages that no query token of a tile may see yet are not in the tile's stream.
     """
-    node, token = _pages(plan)
+    node, token = pages_of_streams(plan)
     return Traffic(
         kv_tokens_read=int(np.clip(forest.length[node] - token, 0, plan.arrays.page_tokens).sum(dtype=np.int64)),
         kv_tokens_unshared=int(forest.request_length.sum(dtype=np.int64)),
     )
 
 
-def _pages(plan: Plan) -> tuple[Int[np.ndarray, " pages"], Int[np.ndarray, " pages"]]:
+def pages_of_streams(plan: Plan) -> tuple[Int[np.ndarray, " pages"], Int[np.ndarray, " pages"]]:
     """Return the node of each page of each stream, and the index within the node of its first token."""
-    page = Page(*plan.arrays.block_pages.reshape(-1, 4).T)
+    page = Page(*plan.arrays.block_pages.reshape(-1, len(Page._fields)).T)
     return page.node[page.readers > 0], page.token[page.readers > 0]

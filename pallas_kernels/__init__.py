@@ -3,11 +3,11 @@
 They know rows, blocks and segments, never trees. A new generation is a folder with a `Family`, and its name here.
 """
 
-from pallas_kernels.family import Family, Tiling
+from pallas_kernels.family import Call, Family, Tiling
 from pallas_kernels.heads import Heads, Scores
 from pallas_kernels.hopper import HOPPER
 
 #: Best first, where several serve a device.
 FAMILIES = (HOPPER,)
 
-__all__ = ["FAMILIES", "HOPPER", "Family", "Heads", "Scores", "Tiling"]
+__all__ = ["FAMILIES", "HOPPER", "Call", "Family", "Heads", "Scores", "Tiling"]

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+from jaxtyping import Float, Int
 
-from pallas_kernels.heads import Heads
+from pallas_kernels.heads import Heads, Scores
+from pallas_kernels.plan_format import ForestArrays, PlanArrays, PlanGuard
 
 
 class Tiling(NamedTuple):
@@ -37,6 +39,20 @@ class Tiling(NamedTuple):
         return self.block_tokens[any(n * num_kv_heads >= much * self.num_ctas for n, much in counted)]
 
 
+class Call(NamedTuple):
+    """What one call of attention reads: a pytree of the caller's arrays, of the forest's, and of the plan's."""
+
+    query: Float[jax.Array, "B T N H"]
+    key_pages: Float[jax.Array, "num_pages page_tokens K H"]
+    value_pages: Float[jax.Array, "num_pages page_tokens K V"]
+    query_position: Int[jax.Array, "B T"]
+    forest: ForestArrays
+    plan: PlanArrays
+    guard: PlanGuard
+    # The rows that see each token, as in `Page.readers`; None where query tokens are causal among themselves.
+    readers_of_tokens: Int[jax.Array, "blocks S"] | None = None
+
+
 class Family(NamedTuple):
     """Three answers, with the same questions for all.
 
@@ -44,14 +60,13 @@ class Family(NamedTuple):
 
     tiling(heads, device) says how plans for it are to be cut.
 
-    attend(query, key_pages, value_pages, query_position, forest, plan, guard, scores, readers_of_tokens) runs a plan:
-    the caller's query [B, T, N, H] in; out [B, T, N, H], and the row maximum of the scaled scores and the row sum of
-    their exponentials, float32 [B, T, N], in the caller's order. A row of no request, or that sees no token, has
-    out 0, maximum -inf and sum 0. All of it is NaN where the plan does not hold. Query tokens are causal among
-    themselves unless readers_of_tokens [blocks, block_tokens] says which rows see which token.
+    attend(call, scores) runs the plan of a call: the caller's query [B, T, N, H] in; out [B, T, N, H], and the row
+    maximum of the scaled scores and the row sum of their exponentials, float32 [B, T, N], in the caller's order. A row
+    of no request, or that sees no token, has out 0, maximum -inf and sum 0. All of it is NaN where the plan does not
+    hold.
     """
 
     name: str
     why_not: Callable[..., str | None]
     tiling: Callable[[Heads, jax.Device], Tiling]
-    attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    attend: Callable[[Call, Scores], tuple[jax.Array, jax.Array, jax.Array]]

@@ -4,31 +4,32 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.plan_format import ForestArrays, PlanArrays
+from pallas_kernels.family import Call
+from pallas_kernels.plan_format import PlanArrays
 
 
-def to_tiles(query: Float[Array, "B T N H"], forest: ForestArrays, plan: PlanArrays) -> Float[Array, "tiles K R H"]:
-    """Return the rows of every tile; rows past the last request are 0."""
-    batch, tokens, _, head_dim = query.shape
-    rows = query.reshape(batch, tokens, plan.heads.num_kv_heads, plan.heads.group, head_dim)[forest.request_of_row]
-    rows = rows.transpose(0, 1, 3, 2, 4).reshape(-1, plan.heads.num_kv_heads, head_dim)  # [B x T x G, K, H]
-    rows = jnp.pad(rows, ((0, _padding(plan)), (0, 0), (0, 0)))
-    return rows.reshape(plan.num_tiles, plan.tile_rows, plan.heads.num_kv_heads, head_dim).transpose(0, 2, 1, 3)
+def to_tiles(call: Call) -> Float[Array, "tiles K R H"]:
+    """Return the query's rows of every tile; rows past the last request are 0."""
+    plan, heads, head_dim = call.plan, call.plan.heads, call.query.shape[3]
+    rows = call.query.reshape(*call.query.shape[:2], heads.num_kv_heads, heads.group, head_dim)
+    rows = rows[call.forest.request_of_row].transpose(0, 1, 3, 2, 4).reshape(-1, heads.num_kv_heads, head_dim)
+    rows = jnp.pad(rows, ((0, _padding(plan)), (0, 0), (0, 0)))  # [tiles x R, K, H]
+    return rows.reshape(plan.num_tiles, plan.tile_rows, heads.num_kv_heads, head_dim).transpose(0, 2, 1, 3)
 
 
-def to_requests(
-    tiles: Float[Array, "tiles K R *rest"], forest: ForestArrays, plan: PlanArrays
-) -> Float[Array, "B T N *rest"]:
+def to_requests(tiles: Float[Array, "tiles K R *rest"], call: Call) -> Float[Array, "B T N *rest"]:
     """Return the rows of every request, in the caller's order."""
-    rest, requests, heads = tiles.shape[3:], (plan.request_capacity, plan.query_tokens), plan.heads
+    plan, heads, rest = call.plan, call.plan.heads, tiles.shape[3:]
+    requests = (plan.request_capacity, plan.query_tokens)
     rows = jnp.moveaxis(tiles, 1, 2).reshape(-1, heads.num_kv_heads, *rest)
     rows = rows[: rows.shape[0] - _padding(plan)].reshape(*requests, heads.group, heads.num_kv_heads, *rest)
-    return jnp.moveaxis(rows[forest.row_of_request], 2, 3).reshape(*requests, heads.num_q_heads, *rest)
+    return jnp.moveaxis(rows[call.forest.row_of_request], 2, 3).reshape(*requests, heads.num_q_heads, *rest)
 
 
-def positions(query_position: Int[Array, "B T"], forest: ForestArrays, plan: PlanArrays) -> Int[Array, "tiles R"]:
+def positions(call: Call) -> Int[Array, "tiles R"]:
     """Return the position of every row's query token in its request's context; -1 for rows past the last request."""
-    rows = jnp.repeat(query_position[forest.request_of_row].reshape(-1), plan.heads.group)
+    plan = call.plan
+    rows = jnp.repeat(call.query_position[call.forest.request_of_row].reshape(-1), plan.heads.group)
     return jnp.pad(rows, (0, _padding(plan)), constant_values=-1).reshape(plan.num_tiles, plan.tile_rows)
 
 

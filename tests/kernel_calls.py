@@ -11,7 +11,7 @@ from forests import Tree, ancestry
 from codec_jax import DraftTrees, Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.planning import arrays_of
-from pallas_kernels import HOPPER, Scores
+from pallas_kernels import HOPPER, Call, Scores
 from pallas_kernels.hopper.packing import Packing
 from pallas_kernels.hopper.tiling import BLOCKS
 
@@ -44,8 +44,8 @@ def attend_hopper(query: Any, key_pages: Any, value_pages: Any, forest: Forest, 
     """The output of the kernels, without what `forest_attention` does around them."""
     forest = jax.tree.map(jnp.asarray, forest)
     position, arrays = forest.positions(query.shape[1]), arrays_of(forest)
-    given = (position, arrays, plan.arrays, plan.guard, Scores(0.1), readers)
-    return HOPPER.attend(query, key_pages, value_pages, *given)[0]
+    call = Call(query, key_pages, value_pages, position, arrays, plan.arrays, plan.guard, readers)
+    return HOPPER.attend(call, Scores(0.1))[0]
 
 
 CONFIGS = sorted({(dim, block.tokens) for dim, blocks in BLOCKS.items() for block in blocks})

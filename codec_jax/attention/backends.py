@@ -15,6 +15,13 @@ from pallas_kernels.plan_format import PlanArrays
 BACKENDS = (*FAMILIES, XLA)
 
 
+def check_name(implementation: Any) -> None:
+    """Raise ValueError for a name that no backend has."""
+    names = [backend.name for backend in BACKENDS]
+    if implementation not in (None, *names):
+        raise ValueError(f"implementation: expected {', '.join(map(repr, names))} or None, got {implementation!r}")
+
+
 def choose(implementation: Any, heads: Heads, scores: Scores, plan: PlanArrays) -> Family:
     """Return the backend of a name, or the best one that serves the default device.
 
@@ -23,9 +30,7 @@ def choose(implementation: Any, heads: Heads, scores: Scores, plan: PlanArrays) 
     """
     device = jax.devices()[0]
     reasons: list[str] = []
-    names = [backend.name for backend in BACKENDS]
-    if implementation not in (None, *names):
-        raise ValueError(f"implementation: expected {', '.join(map(repr, names))} or None, got {implementation!r}")
+    check_name(implementation)
     for backend in BACKENDS:
         if implementation not in (None, backend.name):
             continue

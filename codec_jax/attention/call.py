@@ -17,7 +17,7 @@ from codec_jax.attention.draft_mask import readers_of_tokens
 from codec_jax.errors import PlanError
 from codec_jax.forest import DraftTrees, Forest
 from codec_jax.planning import Plan, arrays_of
-from pallas_kernels import Heads, Scores
+from pallas_kernels import Call, Heads, Scores
 
 Residuals = tuple[Float[Array, "B T N"], Float[Array, "B T N"]]
 
@@ -119,17 +119,9 @@ def forest_attention(
     key_pages, value_pages = (
         pages.reshape(-1, plan.arrays.page_tokens, *pages.shape[2:]) for pages in (key_pages, value_pages)
     )
-    out, row_max, row_sum = backend.attend(
-        query,
-        key_pages,
-        value_pages,
-        forest.positions(query.shape[1]),
-        arrays_of(forest),
-        plan.arrays,
-        guard,
-        scores,
-        readers,
-    )
+    position = forest.positions(query.shape[1])
+    call = Call(query, key_pages, value_pages, position, arrays_of(forest), plan.arrays, guard, readers)
+    out, row_max, row_sum = backend.attend(call, scores)
     return (out, (row_max, row_sum)) if return_residuals else out
 
 
@@ -151,15 +143,8 @@ def _check(query: Array, key_pages: Array, value_pages: Array, forest: Forest, p
     """Describe the heads. Raises ValueError or PlanError for arguments that do not fit; shapes and dtypes only."""
     checks.instance("forest", forest, Forest)
     checks.instance("plan", plan, Plan)
-    if query.ndim != 4 or query.shape[0] != forest.request_capacity or query.shape[1] < 1:
-        raise ValueError(
-            f"query: expected [B, T, N, H] with B = {forest.request_capacity}, the forest's request_capacity, "
-            f"got shape {query.shape}"
-        )
-    if key_pages.ndim != 4 or key_pages.shape[1] != forest.page_size or key_pages.shape[3] != query.shape[3]:
-        raise ValueError(
-            f"key_pages: expected [num_pages, {forest.page_size}, K, {query.shape[3]}], got shape {key_pages.shape}"
-        )
+    checks.shape("query", query, B=forest.request_capacity, T=None, N=None, H=None)
+    pages = checks.shape("key_pages", key_pages, num_pages=None, page_size=forest.page_size, K=None, H=query.shape[3])
     for name, array in (("query", query), ("key_pages", key_pages)):
         checks.float_dtype(name, array.dtype)
     got = (*query.shape[1:3], key_pages.shape[2], query.shape[3])
@@ -169,12 +154,9 @@ def _check(query: Array, key_pages: Array, value_pages: Array, forest: Forest, p
             f"plan: expected one for query_tokens, num_q_heads, num_kv_heads, head_dim = {got}, "
             f"which query and key_pages have, got one for {planned}"
         )
-    expected = (*key_pages.shape[:3], plan.heads.value_head_dim)
-    if value_pages.shape != expected or value_pages.dtype != key_pages.dtype:
-        raise ValueError(
-            f"value_pages: expected {key_pages.dtype} of shape {expected} like key_pages, "
-            f"got {value_pages.dtype} of shape {value_pages.shape}"
-        )
+    checks.shape("value_pages", value_pages, **pages | {"H": plan.heads.value_head_dim})
+    if value_pages.dtype != key_pages.dtype:
+        raise ValueError(f"value_pages: expected {key_pages.dtype} like key_pages, got {value_pages.dtype}")
     plan.check_shapes(forest)
     if forest.is_host and forest.used_pages.size and np.max(forest.used_pages) >= key_pages.shape[0]:
         raise ValueError(

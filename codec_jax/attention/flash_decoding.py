@@ -214,32 +214,25 @@ def _lengths(
             f"got {given.dtype} of shape {given.shape}"
         )
     lens = np.broadcast_to(given, batch).astype(np.int64)
-    wrong = (lens < 0) | (lens > room)
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        raise ValueError(
-            f"cache_seqlens: expected lengths in [0, {room}], which is what {table.shape[1]} blocks of {page_size} "
-            f"tokens hold, got {lens[row]} for row {row}"
-        )
+    held = f"lengths in [0, {room}], which is what {table.shape[1]} blocks of {page_size} tokens hold"
+    checks.each("cache_seqlens", lens, (lens >= 0) & (lens <= room), held)
     return lens
 
 
 def _check_arrays(q: Array, k_cache: Array, v_cache: Array) -> None:
     """Raise ValueError unless shapes and dtypes fit together."""
-    if q.ndim != 4 or not q.size:
-        raise ValueError(f"q: expected [batch, seqlen_q, nheads, headdim], got shape {q.shape}")
-    if k_cache.ndim != 4 or k_cache.shape[3] != q.shape[3] or not k_cache.size or q.shape[2] % k_cache.shape[2]:
-        raise ValueError(
-            f"k_cache: expected [num_blocks, page_block_size, nheads_k, {q.shape[3]}] with nheads_k a divisor of "
-            f"{q.shape[2]}, got shape {k_cache.shape}"
-        )
-    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
-        raise ValueError(
-            f"v_cache: expected {k_cache.dtype} of shape {k_cache.shape} like k_cache, "
-            f"got {v_cache.dtype} of shape {v_cache.shape}"
-        )
+    checks.shape("q", q, batch=None, seqlen_q=None, nheads=None, headdim=None)
+    axes = ("num_blocks", "page_block_size", "nheads_k")
+    sizes = checks.shape("k_cache", k_cache, **dict.fromkeys(axes), headdim=q.shape[3])
     for name, array in (("q", q), ("k_cache", k_cache)):
+        if not array.size:
+            raise ValueError(f"{name}: expected numbers, got shape {array.shape}")
         checks.float_dtype(name, array.dtype)
+    if q.shape[2] % sizes["nheads_k"]:
+        raise ValueError(f"k_cache: expected nheads_k that divides nheads = {q.shape[2]}, got {sizes['nheads_k']}")
+    checks.shape("v_cache", v_cache, **sizes)
+    if v_cache.dtype != k_cache.dtype:
+        raise ValueError(f"v_cache: expected {k_cache.dtype} like k_cache, got {v_cache.dtype}")
 
 
 def _refuse(others: dict[str, Any]) -> None:

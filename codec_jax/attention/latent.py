@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from codec_jax import checks
 from codec_jax.attention.call import forest_attention
 from codec_jax.forest import Forest, KVPages, finite
 from codec_jax.planning import Plan
@@ -66,14 +67,10 @@ def latent_attention(
     """
     latent, num_heads, nope = _check_weights(latent_pages, up_key, up_value)
     rope = latent_pages.shape[3] - latent
-    for name, query, size in (("query_nope", query_nope, nope), ("query_rope", query_rope, rope)):
-        if query.ndim != 4 or query.shape != (*query_nope.shape[:2], num_heads, size):
-            raise ValueError(
-                f"{name}: expected [B, T, {num_heads}, {size}] to go with up_key and latent_pages, and B and T the "
-                f"same in both queries, got shape {query.shape}"
-            )
-        if not jnp.issubdtype(query.dtype, jnp.floating):
-            raise ValueError(f"{name}: expected floating-point numbers, got {query.dtype}")
+    axes = checks.shape("query_nope", query_nope, B=None, T=None, N=num_heads, H=nope)
+    checks.shape("query_rope", query_rope, **axes | {"H": rope})
+    checks.float_dtype("query_nope", query_nope.dtype)
+    checks.float_dtype("query_rope", query_rope.dtype)
     scale = 1.0 / math.sqrt(nope + rope) if scale is None else scale
     absorbed = _product("btnd,lnd->btnl", query_nope, up_key)
     # The latents are the values as well: what the rotated keys add to the output is cut off. Float32 keeps the
@@ -125,10 +122,7 @@ def reconstruct(
     key = _product("psl,lnd->psnd", latents, up_key).astype(latent_pages.dtype)
     value = finite(_product("psl,lnv->psnv", latents, up_value), latent_pages.dtype)
     shared = jnp.broadcast_to(rotated, (*key.shape[:3], rope))
-    return KVPages(
-        jnp.concatenate([key, shared], axis=-1),
-        jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding))),
-    )
+    return KVPages(jnp.concatenate([key, shared], axis=-1), jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding))))
 
 
 def _product(equation: str, left: Array, right: Array) -> Array:
@@ -138,13 +132,10 @@ def _product(equation: str, left: Array, right: Array) -> Array:
 
 def _check_weights(latent_pages: Array, up_key: Array, up_value: Array) -> tuple[int, int, int]:
     """Return L, N and nope. Raises ValueError unless pages and weights fit together."""
-    if up_key.ndim != 3:
-        raise ValueError(f"up_key: expected [L, N, nope], got shape {up_key.shape}")
+    checks.shape("up_key", up_key, L=None, N=None, nope=None)
     latent, num_heads, nope = up_key.shape
-    if up_value.ndim != 3 or up_value.shape[:2] != (latent, num_heads):
-        raise ValueError(f"up_value: expected [{latent}, {num_heads}, V] to go with up_key, got shape {up_value.shape}")
-    if latent_pages.ndim != 4 or latent_pages.shape[2] != 1 or latent_pages.shape[3] < latent:
-        raise ValueError(
-            f"latent_pages: expected [num_pages, page_size, 1, {latent} + rope], got shape {latent_pages.shape}"
-        )
+    checks.shape("up_value", up_value, L=latent, N=num_heads, V=None)
+    checks.shape("latent_pages", latent_pages, num_pages=None, page_size=None, heads=1, numbers=None)
+    if latent_pages.shape[3] < latent:
+        raise ValueError(f"latent_pages: expected L + rope numbers, L = {latent}, got {latent_pages.shape[3]}")
     return latent, num_heads, nope

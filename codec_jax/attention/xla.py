@@ -7,8 +7,6 @@ segment ends. Each page is gathered once per row tile and kv head, however many 
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.attention.pac_por import Partial, pac, por, por_segments
 from codec_jax.planning.tiling import any_device
-from pallas_kernels import Family, Heads, Scores, query_rows
-from pallas_kernels.plan_format import ForestArrays, Page, PlanArrays, PlanGuard, Segment
+from pallas_kernels import Call, Family, Heads, Scores, query_rows
+from pallas_kernels.plan_format import Page, PlanArrays, Segment
 from pallas_kernels.token_mask import is_not_after, is_reader, readers_of_token, unpack_readers
 from pallas_kernels.varying import vary_like
 
@@ -26,48 +24,29 @@ def why_not(heads: Heads, device: jax.Device, scores: Scores | None = None, plan
     """It serves everything."""
 
 
-def attend(
-    query: Float[Array, "B T N H"],
-    key_pages: Float[Array, "num_pages page_tokens K H"],
-    value_pages: Float[Array, "num_pages page_tokens K V"],
-    query_position: Int[Array, "B T"],
-    forest: ForestArrays,
-    plan: PlanArrays,
-    guard: PlanGuard,
-    scores: Scores,
-    readers_of_tokens: Int[Array, "blocks S"] | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Float[Array, "B T N"]]:
+def attend(call: Call, scores: Scores) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """Run the plan's segments and merge them, as `Family.attend` promises."""
-    tiles = query_rows.to_tiles(query, forest, plan)  # [tiles, K, R, H]
-    position = query_rows.positions(query_position, forest, plan)  # [tiles, R]
-    done = _segments(tiles, key_pages, value_pages, position, forest, plan, scores, readers_of_tokens)
+    plan, done = call.plan, _segments(call, scores)
     number = jnp.arange(plan.num_partials, dtype=jnp.int32)
     group = jnp.searchsorted(plan.merge_ptr, number, side="right").astype(jnp.int32) - 1
     merged = por_segments(done, group, plan.num_tiles * plan.heads.num_kv_heads)
-    holds = guard.holds(forest)
+    holds = call.guard.holds(call.forest)
 
     def finish(rows: Float[Array, "groups R *rest"]) -> Float[Array, "B T N *rest"]:
         by_tile = rows.reshape(plan.num_tiles, plan.heads.num_kv_heads, *rows.shape[1:])
-        return jnp.where(holds, query_rows.to_requests(by_tile, forest, plan), jnp.nan)
+        return jnp.where(holds, query_rows.to_requests(by_tile, call), jnp.nan)
 
-    return finish(merged.out).astype(query.dtype), finish(merged.max), finish(merged.sum)
+    return finish(merged.out).astype(call.query.dtype), finish(merged.max), finish(merged.sum)
 
 
 XLA = Family("xla", why_not, any_device, attend)
 
 
-def _segments(
-    tiles: Float[Array, "tiles K R H"],
-    key_pages: Float[Array, "num_pages page_tokens K H"],
-    value_pages: Float[Array, "num_pages page_tokens K V"],
-    query_position: Int[Array, "tiles R"],
-    forest: ForestArrays,
-    plan: PlanArrays,
-    scores: Scores,
-    readers_of_tokens: Int[Array, "blocks S"] | None,
-) -> Partial:
+def _segments(call: Call, scores: Scores) -> Partial:
     """Compute the partials of all segments, [num_partials, R]."""
-    num_rows, head_dim, value_dim, lanes = tiles.shape[2], tiles.shape[3], value_pages.shape[3], plan.lanes
+    plan = call.plan
+    tiles, position = query_rows.to_tiles(call), query_rows.positions(call)  # [tiles, K, R, H], [tiles, R]
+    num_rows, head_dim, value_dim, lanes = *tiles.shape[2:], call.value_pages.shape[3], plan.lanes
     num_segments, last_segment = plan.segments.shape[0], plan.cta_ptr[1:]  # [C], exclusive
     num_ctas = last_segment.shape[0]
     rows = (num_ctas, lanes * num_rows)  # of both tiles, if segments have two lanes
@@ -84,12 +63,11 @@ def _segments(
         partials = jnp.stack([fields.partial0, fields.partial1][:lanes], axis=1)
         head = fields.head
         pages = Page(*jnp.moveaxis(plan.block_pages[block], -1, 0))  # [C, pages_per_block]
-        readers = None if readers_of_tokens is None else readers_of_tokens[block]
         partial = pac(
             tiles[tile, head[:, None]].reshape(*rows, head_dim),
-            key_pages[pages.page_id, :, head[:, None]].reshape(num_ctas, -1, head_dim),  # [C, S, H]
-            value_pages[pages.page_id, :, head[:, None]].reshape(num_ctas, -1, value_dim),
-            _mask(pages, readers, query_position[tile].reshape(rows), forest, plan),
+            call.key_pages[pages.page_id, :, head[:, None]].reshape(num_ctas, -1, head_dim),  # [C, S, H]
+            call.value_pages[pages.page_id, :, head[:, None]].reshape(num_ctas, -1, value_dim),
+            _mask(call, block, pages, position[tile].reshape(rows)),
             scores.scale,
         )
         running = por(running, partial)
@@ -113,28 +91,22 @@ def _segments(
     first = plan.cta_ptr[:-1]
     partials = Partial.empty(rows, value_dim), Partial.empty((plan.num_partials, num_rows), value_dim)
     carry = (first, fields_of(first).begin, *partials)
-    given = (tiles, key_pages, value_pages, query_position, forest, plan, readers_of_tokens)
-    carry = jax.tree.map(lambda x: vary_like(x, given), carry)
+    carry = jax.tree.map(lambda x: vary_like(x, call), carry)
     return lax.while_loop(lambda carry: (carry[0] < last_segment).any(), step, carry)[3]
 
 
-def _mask(
-    pages: Page,
-    readers_of_tokens: Int[Array, "C S"] | None,
-    query_position: Int[Array, "C R"],
-    forest: ForestArrays,
-    plan: PlanArrays,
-) -> Bool[Array, "C R S"]:
+def _mask(call: Call, block: Int[Array, " C"], pages: Page, query_position: Int[Array, "C R"]) -> Bool[Array, "C R S"]:
     """Tell which rows see which tokens of each thread block's block."""
     num_ctas, num_rows = query_position.shape
-    offset = jnp.arange(plan.page_tokens, dtype=jnp.int32)[None, None]
+    forest, offset = call.forest, jnp.arange(call.plan.page_tokens, dtype=jnp.int32)[None, None]
     token = pages.token[..., None] + offset  # [C, pages, page_tokens]
-    readers: Any = readers_of_tokens
-    if readers is None:
+    if call.readers_of_tokens is not None:
+        readers = call.readers_of_tokens[block]
+    else:
         readers = readers_of_token(pages.readers[..., None], token, forest.length[pages.node][..., None])
     first, count = unpack_readers(readers.reshape(num_ctas, 1, -1))
     mask = is_reader(jnp.arange(num_rows, dtype=jnp.int32)[None, :, None], first, count)
-    if plan.query_tokens > 1 and readers_of_tokens is None:
+    if call.plan.query_tokens > 1 and call.readers_of_tokens is None:
         position = (forest.start[pages.node][..., None] + token).reshape(num_ctas, 1, -1)
         mask &= is_not_after(position, query_position[..., None])
     return mask

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
 from codec_jax.forest.forest import Forest
 from codec_jax.forest.pages import NO_SLOT
@@ -66,12 +67,8 @@ class DraftTrees:
             raise ValueError(f"parent: expected integers [B, T], got {parent.dtype} of shape {parent.shape}")
         number = xp.arange(parent.shape[1], dtype=np.int32)[None]
         valid = (parent >= -1) & (parent < number)
-        if on_host and not valid.all():
-            request, candidate = np.argwhere(~valid)[0].tolist()
-            raise ValueError(
-                f"parent: expected -1 for a root or a candidate that comes before its child, got "
-                f"parent[{request}, {candidate}] = {parent[request, candidate]}"
-            )
+        if on_host:
+            checks.each("parent", parent, valid, "-1 for a root or a candidate that comes before its child")
         parent = xp.where(valid, parent, -1).astype(np.int32)
         seen = _ancestors(parent, xp)  # [B, T, T]: candidate t sees candidate a
         depth, size = seen.sum(2, dtype=np.int32) - 1, seen.sum(1, dtype=np.int32)
@@ -146,8 +143,7 @@ class DraftTrees:
         (batch, tokens), shape = self.depth.shape, path.shape
         if len(shape) != 2 or shape[0] != batch or shape[1] > tokens:
             raise ValueError(f"path: expected [B, A] with B = {batch} and A of at most T = {tokens}, got shape {shape}")
-        if count.shape != (batch,):
-            raise ValueError(f"count: expected shape {(batch,)}, one number for each request, got {count.shape}")
+        checks.shape("count", count, B=batch)
         taken = xp.arange(shape[1], dtype=np.int32)[None] < count[:, None]
         place = xp.clip(path, 0, tokens - 1)
         above = xp.concatenate([xp.full((batch, 1), -1, path.dtype), path[:, :-1]], axis=1)
@@ -191,11 +187,7 @@ class DraftTrees:
 
         >>> DraftTrees.from_parents(np.array([[-1, 0]])).check(Forest.from_nodes([-1], [30], [0]), query_tokens=2)
         """
-        expected = (forest.request_capacity, query_tokens)
-        if self.depth.shape != expected:
-            raise ValueError(
-                f"drafts: expected trees for [B, T] = {expected}, which the query has, got {self.depth.shape}"
-            )
+        checks.shape("drafts", self.depth, B=forest.request_capacity, T=query_tokens)
         fits = self.fit(forest)
         if isinstance(fits, np.ndarray) and not fits.all():
             request = int(np.argmin(fits))

@@ -31,11 +31,7 @@ def fork(tree: Tree, requests: Integers) -> tuple[Tree, Int[np.ndarray, " forks"
 
 
 def reserve(
-    tree: Tree,
-    readers: Int[np.ndarray, " nodes"],
-    pool: PagePool,
-    tokens: int | Integers,
-    requests: Integers | None,
+    tree: Tree, readers: Int[np.ndarray, " nodes"], pool: PagePool, tokens: int | Integers, requests: Integers | None
 ) -> tuple[Tree, PagePool]:
     """Give each request a leaf of its own with room for `tokens` more tokens."""
     each = np.asarray(tokens)

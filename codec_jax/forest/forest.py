@@ -95,9 +95,7 @@ class Forest:
             checks.int_vector(name, value) for name, value in (("parent", parent), ("length", length), ("leaf", leaf))
         )
         check_tree(parents, lengths, leaves)
-        page_count = -(-lengths // checks.page_size(page_size))
-        check_slots(int(page_count.sum()), page_size)
-        tree = Tree(parents, lengths, page_count, np.arange(page_count.sum()), leaves, page_size)
+        tree = Tree.laid_out(parents, lengths, leaves, checks.page_size(page_size))
         return cls.build(tree, request_capacity, node_capacity, page_capacity)
 
     @classmethod
@@ -125,16 +123,8 @@ class Forest:
         >>> Forest.from_sequences([document + [1, 2], document + [3], document])
         Forest(3 requests, 3 nodes, 1,003 tokens in 65 pages of 16, each read 2.99 times)
         """
-        nodes = shared_tokens(token_lists)
-        return cls.from_nodes(
-            nodes.parent,
-            nodes.length,
-            nodes.leaf,
-            page_size=page_size,
-            request_capacity=request_capacity,
-            node_capacity=node_capacity,
-            page_capacity=page_capacity,
-        )
+        tree = shared_tokens(token_lists, checks.page_size(page_size))
+        return cls.build(tree, request_capacity, node_capacity, page_capacity)
 
     @classmethod
     def from_block_table(

@@ -74,8 +74,7 @@ class PagePool:
         >>> pages.tolist(), pool.num_free
         ([1, 3], 0)
         """
-        if not isinstance(count, int | np.integer) or count < 0:
-            raise ValueError(f"count: expected a number of pages, got {count!r}")
+        checks.integer("count", count, 0, below=2**63)
         free = np.flatnonzero(self.owners == 0)
         if count > len(free):
             raise OutOfPagesError(

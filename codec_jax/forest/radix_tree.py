@@ -6,7 +6,7 @@ long document that all share costs one comparison for each of them.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -14,14 +14,6 @@ from jaxtyping import Int
 from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.forest.tree import NO_NODE, ROOT, Tree
-
-
-class Nodes(NamedTuple):
-    """The arguments of `Forest.from_nodes`."""
-
-    parent: Int[np.ndarray, " nodes"]
-    length: Int[np.ndarray, " nodes"]
-    leaf: Int[np.ndarray, " requests"]
 
 
 class _RadixTree:
@@ -86,7 +78,7 @@ def _common_prefix(run: Any, symbols: Any, at: int) -> int:
     return low
 
 
-def shared_tokens(token_lists: Sequence[Integers]) -> Nodes:
+def shared_tokens(token_lists: Sequence[Integers], page_size: int) -> Tree:
     """Return the radix tree of token lists; equal lists end at the same node. Errors are those of `from_sequences`."""
     if not hasattr(token_lists, "__len__") or not len(token_lists):
         got = "none" if hasattr(token_lists, "__len__") else repr(token_lists)
@@ -106,7 +98,7 @@ def shared_tokens(token_lists: Sequence[Integers]) -> Nodes:
         ends.append(end)
     order, number = tree.numbered()
     length = np.asarray([len(run) for run in tree.runs])[order]
-    return Nodes(number[np.asarray(tree.parent)[order]], length, number[ends])
+    return Tree.laid_out(number[np.asarray(tree.parent)[order]], length, number[ends], page_size)
 
 
 def shared_pages(table: Int[np.ndarray, "B max_pages"], lens: Int[np.ndarray, " B"], page_size: int) -> Tree:
@@ -158,18 +150,8 @@ def _check_block_table(table: np.ndarray, lens: Int[np.ndarray, " B"], page_size
     if not lens.any():
         raise ValueError("context_lens: expected at least one row with a context, got lengths that are all 0")
     room = table.shape[1] * page_size
-    if (lens < 0).any() or (lens > room).any():
-        row = int(np.argmax((lens < 0) | (lens > room)))
-        raise ValueError(
-            f"context_lens: expected lengths in [0, {room}], which is what {table.shape[1]} pages of "
-            f"{page_size} tokens hold, got context_lens[{row}] = {lens[row]}"
-        )
+    held = f"lengths in [0, {room}], which is what {table.shape[1]} pages of {page_size} tokens hold"
+    checks.each("context_lens", lens, (lens >= 0) & (lens <= room), held)
     needed = np.arange(table.shape[1]) < -(-lens // page_size)[:, None]
     last = (2**31 - 1) // page_size - 1  # token slots (page * page_size + offset) are int32 too
-    wrong = needed & ((table < 0) | (table > last))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        raise ValueError(
-            f"block_table: expected page ids, got block_table[{row}, {column}] = {table[row, column]}; "
-            f"pages of {page_size} tokens are numbered 0 to {last} at most"
-        )
+    checks.each("block_table", table, ~needed | ((table >= 0) & (table <= last)), f"page ids in [0, {last}]")

@@ -26,6 +26,15 @@ class Tree(NamedTuple):
     leaf: Int[np.ndarray, " B"]  # the node at which each request ends, or NO_NODE
     page_size: int
 
+    @classmethod
+    def laid_out(
+        cls, parent: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"], leaf: Int[np.ndarray, " B"], page_size: int
+    ) -> "Tree":
+        """Give every node the pages that its tokens take, node after node from page 0 on."""
+        page_count = -(-length // page_size)
+        check_slots(int(page_count.sum()), page_size)
+        return cls(parent, length, page_count, np.arange(page_count.sum()), leaf, page_size)
+
     def pages_of_nodes(self) -> list[Int[np.ndarray, " pages"]]:
         """Return the pages of each node, in order."""
         return np.split(self.page_ids, np.cumsum(self.page_count)[:-1])
@@ -37,26 +46,13 @@ def check_tree(parent: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"], lea
         raise ValueError(
             f"length: expected one number for each of the {len(parent)} nodes in parent, got {len(length)}"
         )
-    late = parent >= np.arange(len(parent))
-    if late.any():
-        node = int(np.argmax(late))
-        raise ValueError(
-            f"parent: expected every parent before its child, got parent[{node}] = {parent[node]} "
-            "(a child before its parent, or a cycle); number the nodes from the roots down"
-        )
-    if (parent < ROOT).any():
-        raise ValueError(f"parent: expected -1 for a root or the index of a node, got {parent.min()}")
-    if (length < 0).any():
-        node = int(np.argmin(length))
-        raise ValueError(f"length: expected no negative lengths, got length[{node}] = {length[node]}")
+    before = "every parent before its child (number the nodes from the roots down)"
+    checks.each("parent", parent, parent < np.arange(len(parent)), before)
+    checks.each("parent", parent, parent >= ROOT, "-1 for a root or the index of a node")
+    checks.each("length", length, length >= 0, "no negative lengths")
     if not leaf.size:
         raise ValueError("leaf: expected at least one request, got none")
-    wrong = (leaf < 0) | (leaf >= len(parent))
-    if wrong.any():
-        request = int(np.argmax(wrong))
-        raise ValueError(
-            f"leaf: expected nodes in [0, {len(parent)}), got leaf[{request}] = {leaf[request]}, which does not exist"
-        )
+    checks.each("leaf", leaf, (leaf >= 0) & (leaf < len(parent)), f"nodes in [0, {len(parent)})")
 
 
 def check_in_use(requests: Integers, leaf: Int[np.ndarray, " B"]) -> Int[np.ndarray, " n"]:

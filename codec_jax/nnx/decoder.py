@@ -303,11 +303,7 @@ class Decoder(nnx.Module):
         Returns the final hidden states [B, T, D], for `logits`, and the cache with the tokens' K and V. Raises
         ValueError for tokens that do not fit the forest, and what `forest_attention` raises.
         """
-        if tokens.ndim != 2 or tokens.shape[0] != forest.request_capacity:
-            raise ValueError(
-                f"tokens: expected [B, T] with B = {forest.request_capacity}, the forest's request_capacity, "
-                f"got shape {tokens.shape}"
-            )
+        checks.shape("tokens", tokens, B=forest.request_capacity, T=None)
         positions = jnp.asarray(forest.positions(tokens.shape[1]) if drafts is None else drafts.positions(forest))
         # Without the barrier XLA looks them up, from leaf to node to page, in every kernel that writes K or V.
         slots = lax.optimization_barrier(jnp.where(store, forest.slots(tokens.shape[1]), NO_SLOT))

@@ -26,8 +26,10 @@ from tqdm import tqdm
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
+from codec_jax.attention.backends import check_name
 from codec_jax.errors import LogitsError, OutOfPagesError
 from codec_jax.forest import Forest, KVPages, PagePool
+from codec_jax.forest.radix_tree import shared_tokens
 from codec_jax.nnx import validate
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
@@ -94,7 +96,7 @@ class Sampler:
         self.page_size = checks.page_size(page_size)
         self.steps = checks.integer("steps", steps)
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
-        validate.check_implementation(implementation)
+        check_name(implementation)
         self.config = config = model.config
         self._graph, self._weights = _split(model)
         self._intervals = Intervals(config, steps, num_pages, page_size)
@@ -104,8 +106,7 @@ class Sampler:
             donate_argnums=(1,),
         )
         self._prefill = jax.jit(
-            lambda weights, *rest: prefill_step(nnx.merge(graph, weights), implementation, *rest),
-            donate_argnums=(1,),
+            lambda weights, *rest: prefill_step(nnx.merge(graph, weights), implementation, *rest), donate_argnums=(1,)
         )
 
     def update_weights(self, model: Decoder) -> None:
@@ -144,7 +145,7 @@ class Sampler:
 
     def _start(self, prompts: Sequence[Integers], streams: Integers | None, progress: bool) -> Decoding:
         numbers = validate.streams(range(len(prompts)) if streams is None else streams, len(prompts))
-        tree = Forest.from_sequences(prompts, page_size=self.page_size).tree
+        tree = shared_tokens(prompts, self.page_size)
         if len(tree.page_ids) > self.num_pages:
             raise OutOfPagesError(
                 f"the prompts need {len(tree.page_ids)} pages of {self.page_size} tokens, the pool has "
@@ -313,11 +314,7 @@ class Sampler:
         stream = state.stream.copy()
         stream[new] = (state.next_stream + np.arange(len(new))) % 2**31
         state = replace(
-            state,
-            forest=forest,
-            logits=state.logits[source],
-            stream=stream,
-            next_stream=state.next_stream + len(new),
+            state, forest=forest, logits=state.logits[source], stream=stream, next_stream=state.next_stream + len(new)
         )
         return state, new.tolist()
 

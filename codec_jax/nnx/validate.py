@@ -8,7 +8,6 @@ from jaxtyping import Int
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.attention.backends import BACKENDS
 from codec_jax.forest import Forest
 from codec_jax.forest.tree import check_in_use
 from codec_jax.nnx.state import Decoding
@@ -81,10 +80,3 @@ def state(given: Any, sampler: object) -> None:
             "state: expected one that no call has used up, got one that was passed to decode or append before; "
             "go on with the state that it returned"
         )
-
-
-def check_implementation(name: Any) -> None:
-    """Raise ValueError for the name of no implementation."""
-    names = [backend.name for backend in BACKENDS]
-    if name not in (None, *names):
-        raise ValueError(f"implementation: expected {', '.join(map(repr, names))} or None, got {name!r}")

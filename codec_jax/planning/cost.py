@@ -289,23 +289,17 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        model: CostModel,
-        block_tokens: int,
-        narrow: tuple[float, float],
-        wide: tuple[float, float],
-        unique: float,
-        token_masked: float = 1.0,
+        cls, model: CostModel, block_tokens: int, blocks: Float[np.ndarray, "2 2"], unique: float, token_masked: float
     ) -> Estimate:
-        """Estimate how long blocks stall when so many (unmasked, masked) narrow and wide ones are worked off together.
+        """Estimate how long blocks stall when so many are worked off together: [narrow or wide, unmasked or masked].
 
         All of them take as long as memory or as arithmetic, whichever takes longer, so what memory needs beyond the
         arithmetic is waiting. `unique` of the blocks come from memory, the others from the L2 cache.
         """
         fast, slow = (cls(model, block_tokens, stall, token_masked).block_us for stall in (0.0, 1.0))
         reading = unique * slow[0, 0]
-        computing = float((np.asarray([narrow, wide]) * fast).sum())
-        longest = float((np.asarray(narrow) * (slow - fast)[0]).sum())
+        computing = float((blocks * fast).sum())
+        longest = float((blocks * (slow - fast))[0].sum())
         stall = min(max((reading - computing) / longest, _MIN_STALL), 1.0) if longest > 0 else 1.0
         return cls(model, block_tokens, stall, token_masked)
 

@@ -60,11 +60,6 @@ class Plan:
         return self.arrays.heads
 
     @property
-    def estimate(self) -> Estimate:
-        """The expected costs of its blocks and segments."""
-        return self.host.estimate
-
-    @property
     def cost_model(self) -> CostModel:
         """The costs that it was balanced by."""
         return self.host.estimate.model

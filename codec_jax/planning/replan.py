@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from codec_jax import checks
 from codec_jax.forest import Forest
 from codec_jax.planning.plan import Plan
@@ -24,21 +26,9 @@ def replan(plan: Plan, forest: Forest, *, steps: int = 1) -> Plan:
     >>> replan(plan, forest, steps=16).check(forest.extend(16))
     """
     checks.instance("plan", plan, Plan)
-    heads, arrays = plan.heads, plan.arrays
-    return make_plan(
-        forest,
-        num_q_heads=heads.num_q_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        value_head_dim=heads.value_head_dim,
-        steps=steps,
-        query_tokens=arrays.query_tokens,
-        num_ctas=len(arrays.cta_begin),
-        tile_rows=arrays.tile_rows,
-        block_tokens=arrays.block_tokens,
-        lanes=arrays.lanes,
-        min_wide_tokens=plan.host.min_wide_tokens,
-        block_capacity=plan.block_capacity,
-        cost_model=plan.cost_model,
-        policy=plan.host.policy,
-    )
+    names = ("num_q_heads", "num_kv_heads", "head_dim", "value_head_dim")
+    same: dict[str, Any] = dict(zip(names, plan.heads.shape, strict=True))
+    same |= {name: getattr(plan.arrays, name) for name in ("query_tokens", "tile_rows", "block_tokens", "lanes")}
+    same |= {"num_ctas": len(plan.arrays.cta_begin), "block_capacity": plan.block_capacity}
+    same |= {"cost_model": plan.cost_model, "policy": plan.host.policy, "min_wide_tokens": plan.host.min_wide_tokens}
+    return make_plan(forest, steps=steps, **same)

@@ -73,12 +73,7 @@ def count_kv_tokens(forest: Forest, rows_per_request: int, tile_rows: int) -> tu
 
 
 def list_streams(
-    forest: Forest,
-    max_length: Int[np.ndarray, " nodes"],
-    grid: Grid,
-    *,
-    steps: int,
-    min_wide_tokens: int,
+    forest: Forest, max_length: Int[np.ndarray, " nodes"], grid: Grid, *, steps: int, min_wide_tokens: int
 ) -> Streams:
     """List every (stream, page) such that some row of the stream reads the page while leaves grow by `steps`."""
     node = np.flatnonzero((forest.row_hi > forest.row_lo) & (max_length > 0))
@@ -123,11 +118,7 @@ def list_streams(
 
 
 def lay_out_blocks(
-    forest: Forest,
-    streams: Streams,
-    block_ptr: Int[np.ndarray, " streams+1"],
-    grid: Grid,
-    capacity: int,
+    forest: Forest, streams: Streams, block_ptr: Int[np.ndarray, " streams+1"], grid: Grid, capacity: int
 ) -> Int[np.ndarray, "capacity pages_per_block 4"]:
     """Lay the pages of every stream out in blocks, columns of `Page`.
 

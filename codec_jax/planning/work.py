@@ -32,11 +32,9 @@ class Work(NamedTuple):
 
     def estimate(self, model: CostModel) -> Estimate:
         """Return what blocks and segments cost beside each other."""
-        masked = self.blocks - self.unmasked
-        narrow, wide = (
-            (float(self.unmasked[which].sum()), float(masked[which].sum())) for which in (~self.wide, self.wide)
-        )
-        return Estimate.of(model, self.block_tokens, narrow, wide, self.unique, self.token_masked)
+        kinds = (self.unmasked, self.blocks - self.unmasked)
+        blocks = np.array([[kind[which].sum() for kind in kinds] for which in (~self.wide, self.wide)], float)
+        return Estimate.of(model, self.block_tokens, blocks, self.unique, self.token_masked)
 
 
 class Schedule(NamedTuple):

@@ -26,13 +26,16 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import query_rows
+from pallas_kernels.family import Call
+from pallas_kernels.heads import Scores
 from pallas_kernels.hopper import plan_guard, tensor_core
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
 from pallas_kernels.hopper.pac_prepare import prepare
 from pallas_kernels.hopper.packing import TILE_ROWS, Packing
-from pallas_kernels.plan_format import ForestArrays, PlanArrays, PlanGuard
+from pallas_kernels.hopper.tiling import stages_of
 from pallas_kernels.varying import type_like, vary_like
 
 _LOADER, _PREPARER = LANES, LANES + 1
@@ -40,40 +43,21 @@ _REGISTERS = {"compute": 208, "load": 40, "prepare": 56}  # of a thread; 4 x 128
 _LOG2E = math.log2(math.e)
 
 
-def pac(
-    query: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    forest: ForestArrays,
-    plan: PlanArrays,
-    guard: PlanGuard,
-    *,
-    query_position: jax.Array | None = None,
-    readers_of_tokens: jax.Array | None = None,
-    stages: int,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute the partials of all segments.
 
     Args:
-      query: [B, T, N, H], bfloat16 or float16, H a multiple of 64.
-      key_pages: [num_pages, page_tokens, K, H], page_tokens those of the plan, a multiple of 8.
-      value_pages: like key_pages.
-      forest: who reads what, and how long nodes are by now.
-      plan: blocks, segments and thread blocks.
-      guard: what the plan relies on.
-      query_position: int32 [tiles * tile_rows + 64], the position of each query row, for T > 1 tokens that are causal
-        among themselves; None otherwise.
-      readers_of_tokens: int32 [blocks, block_tokens], the rows that see each token, as in `Page.readers`; None if all
-        tokens of a page are seen by the same rows, up to causality.
-      stages: blocks in flight.
-      scale: factor on the scores.
+      call: query, keys and values are bfloat16 or float16, H a multiple of 64, page_tokens a multiple of 8.
+      scores: what becomes of the products of query and keys.
 
     Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
     Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]: 1
     where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
     """
+    query, forest, plan = call.query, call.forest, call.plan
     batch, tokens, num_q_heads, head_dim = query.shape
+    stages = stages_of(head_dim, plan.block_tokens)
+    assert stages is not None  # or `why_not` would have said so
     sizes = Sizes(
         packing=Packing.of(plan.heads.group),
         batch=batch,
@@ -82,34 +66,35 @@ def pac(
         page_tokens=plan.page_tokens,
         pages_per_block=plan.block_pages.shape[1],
         stages=stages,
-        factor=scale * _LOG2E,
-        causal=query_position is not None,
-        has_token_readers=readers_of_tokens is not None,
+        factor=scores.scale * _LOG2E,
+        causal=tokens > 1 and call.readers_of_tokens is None,
+        has_token_readers=call.readers_of_tokens is not None,
         dtype=query.dtype,
     )
     num_ctas, partials = plan.cta_begin.shape[0], plan.num_partials
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),
-        "keys": key_pages.reshape(-1, *key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
-        "values": value_pages.reshape(-1, *value_pages.shape[2:]),
+        "keys": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
+        "values": call.value_pages.reshape(-1, *call.value_pages.shape[2:]),
         "request_of_row": forest.request_of_row,
         "node_length": forest.length,
         "block_pages": plan.block_pages,
         "segments": plan.segments,
         "cta_begin": plan.cta_begin,
-        "min_length": guard.min_length,
-        "max_length": guard.max_length,
+        "min_length": call.guard.min_length,
+        "max_length": call.guard.max_length,
         "structure_hash": forest.structure_hash.reshape(1),
-        "planned_hash": guard.structure_hash.reshape(1),
+        "planned_hash": call.guard.structure_hash.reshape(1),
         "merge_ptr": plan.merge_ptr,
         "used_rows": plan.used_rows,
     }
-    if query_position is not None:
-        inputs |= {"node_start": forest.start, "query_position": query_position}
-    if readers_of_tokens is not None:
+    if sizes.causal:
+        position = jnp.pad(query_rows.positions(call).reshape(-1), (0, TILE_ROWS))  # [tiles x tile_rows + 64]
+        inputs |= {"node_start": forest.start, "query_position": position}
+    if call.readers_of_tokens is not None:
         # One token for each thread of the warpgroup that prepares the mask.
         padding = ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block))
-        inputs["readers_of_tokens"] = jnp.pad(readers_of_tokens, padding)
+        inputs["readers_of_tokens"] = jnp.pad(call.readers_of_tokens, padding)
     out_type = partial(type_like, vary_like(query, inputs))
     outputs = {
         "out": out_type((partials, TILE_ROWS, head_dim), jnp.float32),

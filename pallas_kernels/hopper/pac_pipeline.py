@@ -82,11 +82,6 @@ class Sizes:
         """Tiles of the query in shared memory; small ones are copied while as many are in use."""
         return 2 * LANES if self.head_dim == 64 else LANES  # of 128 columns a third one fits, and gains nothing
 
-    @property
-    def max_units(self) -> int:
-        """Units of a tile that the query has at all."""
-        return min(self.packing.units, self.batch * self.query_tokens)
-
 
 class Pipeline:
     """One thread block's view: every warpgroup walks the same segments and blocks, each in its role."""

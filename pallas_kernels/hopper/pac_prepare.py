@@ -103,7 +103,7 @@ def _gather(pipeline: Pipeline, tile: jax.Array, start: jax.Array, head: jax.Arr
 
     @pl.when(start >= 0)
     def _together() -> None:
-        copy(start, sizes.max_units, 0, 0, refs.query_together)
+        copy(start, min(packing.units, sizes.batch * tokens), 0, 0, refs.query_together)
 
     @pl.when(start < 0)
     def _unit_by_unit() -> None:

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.family import Call
 from pallas_kernels.hopper.compat import load, store
 from pallas_kernels.hopper.pac_compute import MIN_ROW_MAX
 from pallas_kernels.hopper.packing import TILE_ROWS, Packing
 from pallas_kernels.hopper.plan_guard import GROUP
-from pallas_kernels.plan_format import ForestArrays, PlanArrays
 from pallas_kernels.varying import type_like, vary_like
 
 
@@ -96,15 +96,7 @@ class _Sizes(NamedTuple):
 
 
 def por(
-    out: jax.Array,
-    row_max: jax.Array,
-    row_sum: jax.Array,
-    violations: jax.Array,
-    forest: ForestArrays,
-    plan: PlanArrays,
-    *,
-    query_shape: tuple[int, ...],
-    dtype: DTypeLike,
+    out: jax.Array, row_max: jax.Array, row_sum: jax.Array, violations: jax.Array, call: Call
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Merge the partials of `pac`.
 
@@ -114,15 +106,12 @@ def por(
       row_sum: float32 [partials, 64].
       violations: int32 [num_ctas, rounded up to a multiple of 128], not 0 where a thread block of PAC found that the
         plan does not hold.
-      forest: the requests of the rows.
-      plan: what is merged with what.
-      query_shape: [B, T, N, H].
-      dtype: of the output.
+      call: what they are partials of.
 
-    Returns out [B, T, N, H] in `dtype`, 0 for free request slots, and the rows' max (natural log) and sum, float32
-    [tiles * K, 64]. Rows that saw no token have out 0 and sum 0. Everything is NaN if the plan does not hold.
+    Returns out [B, T, N, H] in the query's dtype, 0 for free request slots, and the rows' max (natural log) and sum,
+    float32 [tiles * K, 64]. Rows that saw no token have out 0 and sum 0. Everything is NaN if the plan does not hold.
     """
-    batch, tokens, num_q_heads, head_dim = query_shape
+    plan, (batch, tokens, num_q_heads, head_dim), dtype = call.plan, call.query.shape, call.query.dtype
     num_groups = plan.merge_ptr.shape[0] - 1
     sizes = _Sizes(
         packing=Packing.of(plan.heads.group),
@@ -140,7 +129,7 @@ def por(
         "partial_sum": row_sum,
         "violations": violations,
         "merge_ptr": plan.merge_ptr,
-        "request_of_row": forest.request_of_row,
+        "request_of_row": call.forest.request_of_row,
         "used_rows": plan.used_rows,
     }
     names = [*inputs, "out", "max", "sum", "rows"]
@@ -158,7 +147,7 @@ def por(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     merged, merged_max, merged_sum = kernel(*inputs.values())
-    return merged.reshape(query_shape), merged_max, merged_sum
+    return merged.reshape(call.query.shape), merged_max, merged_sum
 
 
 def _merge(refs: Any, sizes: _Sizes) -> None:

@@ -206,10 +206,10 @@ def test_shapes_that_do_not_fit_are_refused_by_name(name: str, shape: tuple[int,
     sizes = Sizes()
     forest = sizes.forest(SECTIONS)
     shaped = [jnp.zeros(shape if other == name else fitting) for other, fitting in SHAPES.items()]
-    with pytest.raises(ValueError, match=rf"^{name}: expected \[.*got shape \({shape[0]}, "):
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*\b(got \({shape[0]}, |got {shape[-1]}$)"):
         latent_attention(*shaped, forest, sizes.plan(forest))
     if not name.startswith("query"):
-        with pytest.raises(ValueError, match=rf"^{name}: expected \["):
+        with pytest.raises(ValueError, match=rf"^{name}: expected "):
             reconstruct(*shaped[2:])
 
 

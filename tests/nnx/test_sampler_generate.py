@@ -83,8 +83,8 @@ def test_generate_shows_progress(sampler: Sampler, capsys: pytest.CaptureFixture
         ([], "^prompts: expected at least one prompt"),
         ([[1], []], r"^prompts\[1\]: expected 1 to max_context = 160 tokens, got 0"),
         ([[1] * 161], r"^prompts\[0\]: expected 1 to max_context = 160 tokens, got 161"),
-        ([[1, 2], [1, VOCAB]], rf"^prompts\[1\]: expected tokens in \[0, {VOCAB}\), got {VOCAB} at index 1"),
-        ([[-1]], r"^prompts\[0\]: .* got -1 at index 0"),
+        ([[1, 2], [1, VOCAB]], rf"^prompts\[1\]: expected tokens in \[0, {VOCAB}\), got prompts\[1\]\[1\] = {VOCAB}$"),
+        ([[-1]], r"^prompts\[0\]: .* = -1$"),
         ([[0.5]], r"^prompts\[0\]: expected a list of integers, got float64"),
         ([[1]] * 9, "^prompts: expected at most max_requests = 8 requests, got 9"),
     ],
@@ -107,8 +107,8 @@ WRONG_OPTIONS = [
     ({"top_p": 0.0}, "^top_p: .*got 0.0"),
     ({"top_p": 1.5}, "^top_p: .*got 1.5"),
     ({"top_p": np.nan}, "^top_p: .*got nan"),
-    ({"stop_tokens": [3, VOCAB]}, rf"^stop_tokens: .*got {VOCAB} at index 1"),
-    ({"stop_tokens": [-1]}, "^stop_tokens: .*got -1"),
+    ({"stop_tokens": [3, VOCAB]}, rf"^stop_tokens: .*got stop_tokens\[1\] = {VOCAB}$"),
+    ({"stop_tokens": [-1]}, r"^stop_tokens: .*\[0\] = -1$"),
 ]
 
 

@@ -323,7 +323,7 @@ def test_another_policy_raises(policy):
     ],
 )
 def test_what_memory_takes_beyond_the_arithmetic_is_waited_for(narrow, wide, unique, waiting):
-    estimate = Estimate.of(MODEL, 128, narrow, wide, unique)
+    estimate = Estimate.of(MODEL, 128, np.array([narrow, wide]), unique, 1.0)
     assert estimate.stall == pytest.approx(waiting / 1000, abs=5e-4)
     block = [[1 + estimate.stall, 1.25 + 0.75 * estimate.stall], [2.0, 2.25]]
     np.testing.assert_allclose(estimate.block_us, block)

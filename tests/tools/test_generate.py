@@ -512,8 +512,8 @@ BAD = {
     b'{"tokens": "w1"}': 'expected a list of token ids as "tokens"',
     b'{"tokens": [1, true]}': 'expected a list of token ids as "tokens"',
     b'{"tokens": [1, 2.0]}': 'expected a list of token ids as "tokens"',
-    b'{"tokens": [1, 40]}': "tokens: expected tokens in [0, 40), got 40 at index 1",
-    b'{"tokens": [-1]}': "tokens: expected tokens in [0, 40), got -1 at index 0",
+    b'{"tokens": [1, 40]}': "tokens: expected tokens in [0, 40), got tokens[1] = 40",
+    b'{"tokens": [-1]}': "tokens: expected tokens in [0, 40), got tokens[0] = -1",
     b'{"tokens": [99999999999]}': "tokens: expected integers below 2**31, got",
     b'{"text": "\\ud800"}': "expected JSON, got",
     b'{"tokens": ['
