@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import jax
 from tqdm import tqdm
 
 from benchmarks.inputs import Layout
+from codec_jax.profile import versions
 
 _PACKAGES = ["jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
 
 
 def provenance(*packages: str) -> dict:
     """Say on what a row is measured, and when; `packages` are further ones whose versions matter."""
-    versions = {"python": platform.python_version()}
-    for package in (*_PACKAGES, *packages):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    date = datetime.date.today().isoformat()
-    return {"device": jax.devices()[0].device_kind, "versions": versions, "date": date}
+    found, date = dict(versions(*_PACKAGES, *packages)), datetime.date.today().isoformat()
+    return {"device": jax.devices()[0].device_kind, "versions": found, "date": date}
 
 
 def conditions(layout: Layout, *packages: str) -> dict:

@@ -42,6 +42,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from codec_jax import checks
+from codec_jax.forest.radix_tree import common_prefix
 from codec_jax.nnx import PUBLISHED, Completion, Decoder, DecoderConfig, Sampler, open_checkpoint, random_decoder
 from codec_jax.nnx.sampling import Sampling
 from codec_jax.nnx.weights import parameter_shapes
@@ -271,7 +272,7 @@ def make_batches(
         if alone > num_pages:
             problems.append((prompt, alone))
             continue
-        shared = 0 if before is None else _shared_tokens(prompts[before], prompts[prompt])
+        shared = 0 if before is None else common_prefix(prompts[before], prompts[prompt])
         # Where they part, a node may be split inside a page; further samples add only what they generate.
         beside = -(-(length - shared) // PAGE_SIZE) + (shared > 0) + new_pages
         for sample in range(samples):
@@ -296,13 +297,7 @@ def make_batches(
 
 def prefill_tokens(prompts: Sequence[Int[np.ndarray, " tokens"]]) -> int:
     """Count what is left of the prompts of a batch, in the order of `make_batches`, if what they share counts once."""
-    return sum(map(len, prompts)) - sum(map(_shared_tokens, prompts, prompts[1:]))
-
-
-def _shared_tokens(left: Int[np.ndarray, " a"], right: Int[np.ndarray, " b"]) -> int:
-    size = min(len(left), len(right))
-    different = np.flatnonzero(left[:size] != right[:size])
-    return int(different[0]) if different.size else size
+    return sum(map(len, prompts)) - sum(map(common_prefix, prompts, prompts[1:]))
 
 
 def _max_pages(config: DecoderConfig, gib: float | None) -> int:

@@ -298,15 +298,15 @@ def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: 
         merge_us=round(merge, 4),
         launch_us=round(start + por, 4),
         stream_us=round(max(more, 0.0) / max(merges, 1), 4),
-        versions=versions(),
+        versions=versions("codec-jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"),
         date=datetime.date.today().isoformat(),
     )
 
 
-def versions() -> tuple[tuple[str, str], ...]:
-    """List the versions of what decides the times."""
+def versions(*packages: str) -> tuple[tuple[str, str], ...]:
+    """List the versions of Python and of those packages that there are."""
     found = [("python", platform.python_version())]
-    for package in ("codec-jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+    for package in packages:
         try:
             found.append((package, metadata.version(package)))
         except metadata.PackageNotFoundError:

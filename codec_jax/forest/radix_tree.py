@@ -32,7 +32,7 @@ class _RadixTree:
             child = self.children[node].get(symbols[at])
             if child is None:
                 return self._append(node, symbols[at:], at)
-            common = _common_prefix(self.runs[child], symbols, at)
+            common = common_prefix(self.runs[child], symbols, at)
             node = child if common == len(self.runs[child]) else self._split(child, common)
             at += common
         return node
@@ -61,7 +61,7 @@ class _RadixTree:
         return order, number
 
 
-def _common_prefix(run: Any, symbols: Any, at: int) -> int:
+def common_prefix(run: Any, symbols: Any, at: int = 0) -> int:
     """Count the first symbols of `run` that `symbols` has from `at` on."""
     size = min(len(run), len(symbols) - at)
     if isinstance(run, np.ndarray):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from codec_jax.arrays import Integers, padded
+from codec_jax.arrays import padded
 from codec_jax.forest import NO_NODE, NO_SLOT, Forest
 
 #: Tokens of a chunk, at most, and of all chunks of a wave.
@@ -35,13 +35,12 @@ class Wave(NamedTuple):
 
 def prefill_waves(
     forest: Forest,
-    prompts: Sequence[Integers],
+    prompts: Sequence[Int[np.ndarray, " tokens"]],
     num_pages: int,
     blocks_of_chunks: Callable[[Int[np.ndarray, " chunks"], int], int],
 ) -> Iterator[Wave]:
     """Cut the forest of these prompts, one for each request, into waves; a function bounds the blocks of plans."""
     chunk = chunk_tokens(forest.page_size)
-    arrays = [np.asarray(prompt) for prompt in prompts]
     view, node_of_chunk = forest.chunks(chunk)
     num_chunks, end = len(node_of_chunk), view.start + view.length
     reader = forest.request_of_row[forest.row_lo[node_of_chunk]]  # a request that passes through the chunk
@@ -58,7 +57,7 @@ def prefill_waves(
         )
         tokens = np.zeros((size, chunk), np.int32)
         for row, i in enumerate(wave.tolist()):
-            text = arrays[reader[i]][max(end[i] - chunk, 0) : end[i]]
+            text = prompts[reader[i]][max(end[i] - chunk, 0) : end[i]]
             tokens[row, chunk - len(text) :] = text
         row_of_request = np.where(
             (chunk_of_request >= first) & (chunk_of_request <= wave[-1]), chunk_of_request - first, -1

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from codec_jax import checks
@@ -140,10 +140,12 @@ class Sampler:
         Raises ValueError for an empty or too long prompt, a token out of range, too many prompts, or streams that are
         not one number of at least 0 for each; OutOfPagesError if the pool does not hold them.
         """
-        prompts = validate.prompts(prompts, 1, self.max_requests, self.max_context, self.config.vocab_size)
-        return self._start(prompts, streams, progress)
+        checked = validate.prompts(prompts, 1, self.max_requests, self.max_context, self.config.vocab_size)
+        return self._start(checked, streams, progress)
 
-    def _start(self, prompts: Sequence[Integers], streams: Integers | None, progress: bool) -> Decoding:
+    def _start(
+        self, prompts: Sequence[Int[np.ndarray, " tokens"]], streams: Integers | None, progress: bool
+    ) -> Decoding:
         numbers = validate.streams(range(len(prompts)) if streams is None else streams, len(prompts))
         tree = shared_tokens(prompts, self.page_size)
         if len(tree.page_ids) > self.num_pages:
@@ -401,7 +403,7 @@ class Sampler:
     # ------------------------------------------------------------------ internals
 
     def _prefill_forest(
-        self, forest: Forest, prompts: Sequence[Integers], progress: bool
+        self, forest: Forest, prompts: Sequence[Int[np.ndarray, " tokens"]], progress: bool
     ) -> tuple[tuple[KVPages, ...], Float[Array, "B V"]]:
         """Compute K and V of every node once, in waves of chunks, and the logits after each prompt."""
         config = self.config

@@ -1,6 +1,6 @@
 """Checks of what the sampler is asked to do; each error names the argument, what was expected, and what came."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,29 +13,31 @@ from codec_jax.forest.tree import check_in_use
 from codec_jax.nnx.state import Decoding
 
 
-def prompts(given: Any, samples: int, max_requests: int, max_context: int, vocab_size: int) -> Sequence[Integers]:
-    """Return each prompt `samples` times.
+def prompts(
+    given: Any, samples: int, max_requests: int, max_context: int, vocab_size: int
+) -> list[Int[np.ndarray, " tokens"]]:
+    """Return each prompt `samples` times, as an array, which is made once for all that comes after.
 
     Raises ValueError for none, too many, or one that is empty, too long or no tokens.
     """
     if not np.iterable(given):
         raise ValueError(f"prompts: expected lists of token ids, got {given!r}")
-    listed = [prompt for prompt in given for _ in range(checks.integer("samples", samples))]
+    listed, samples = list(given), checks.integer("samples", samples)
     if not listed:
         raise ValueError("prompts: expected at least one prompt, got none")
     if isinstance(listed[0], int | np.integer):
         raise ValueError("prompts: expected lists of token ids, got token ids; write [prompt] for a single one")
-    if len(listed) > max_requests:
+    if len(listed) * samples > max_requests:
         raise ValueError(
-            f"prompts: expected at most max_requests = {max_requests} requests, got {len(listed)}; "
+            f"prompts: expected at most max_requests = {max_requests} requests, got {len(listed) * samples}; "
             "decode them in batches or make the sampler larger"
         )
-    for i, prompt in enumerate(listed[::samples]):
-        tokens = checks.int_vector(f"prompts[{i}]", prompt)
+    arrays = [checks.int_vector(f"prompts[{i}]", prompt) for i, prompt in enumerate(listed)]
+    for i, tokens in enumerate(arrays):
         if not 0 < len(tokens) <= max_context:
             raise ValueError(f"prompts[{i}]: expected 1 to max_context = {max_context} tokens, got {len(tokens)}")
         checks.tokens(f"prompts[{i}]", tokens, vocab_size)
-    return listed
+    return [tokens for tokens in arrays for _ in range(samples)]
 
 
 def streams(given: Integers, requests: int) -> Int[np.ndarray, " requests"]:
