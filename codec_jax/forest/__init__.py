@@ -3,6 +3,21 @@
 from codec_jax.forest.draft_trees import DraftTrees
 from codec_jax.forest.forest import Forest
 from codec_jax.forest.pages import NO_SLOT, KVPages, PagePool, finite
+from codec_jax.forest.prefix_cache import PrefixCache
+from codec_jax.forest.token_tree import Match
 from codec_jax.forest.tree import FREE, NO_NODE, ROOT, Tree
 
-__all__ = ["FREE", "NO_NODE", "NO_SLOT", "ROOT", "DraftTrees", "Forest", "KVPages", "PagePool", "Tree", "finite"]
+__all__ = [
+    "FREE",
+    "NO_NODE",
+    "NO_SLOT",
+    "ROOT",
+    "DraftTrees",
+    "Forest",
+    "KVPages",
+    "Match",
+    "PagePool",
+    "PrefixCache",
+    "Tree",
+    "finite",
+]

@@ -5,7 +5,7 @@ counts the requests that read each node.
 """
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from codec_jax import checks
 from codec_jax.arrays import Integers, expand
@@ -34,6 +34,18 @@ def reserve(
     tree: Tree, readers: Int[np.ndarray, " nodes"], pool: PagePool, tokens: int | Integers, requests: Integers | None
 ) -> tuple[Tree, PagePool]:
     """Give each request a leaf of its own with room for `tokens` more tokens."""
+    grown, page_count = own_leaves(tree, readers, tokens, requests)
+    checks.instance("pool", pool, PagePool)
+    pool.check_taken(tree.page_ids)
+    if grown is tree and (page_count == tree.page_count).all():
+        return tree, pool
+    return resized(grown, page_count, pool)
+
+
+def own_leaves(
+    tree: Tree, readers: Int[np.ndarray, " nodes"], tokens: int | Integers, requests: Integers | None
+) -> tuple[Tree, Int[np.ndarray, " nodes"]]:
+    """Give each request that shares its leaf an empty one; return also the pages that every node is to have."""
     each = np.asarray(tokens)
     fits = np.issubdtype(each.dtype, np.integer) and each.shape in ((), tree.leaf.shape)
     if not fits or (each < 0).any():
@@ -43,8 +55,6 @@ def reserve(
         )
     limit = min(np.iinfo(each.dtype).max, 2**40)  # more than any pool has
     each = np.broadcast_to(np.minimum(each, limit), tree.leaf.shape).astype(np.int64)
-    checks.instance("pool", pool, PagePool)
-    pool.check_taken(tree.page_ids)
     parent, length, page_count, leaf = tree.parent, tree.length, tree.page_count, tree.leaf
     growing = np.flatnonzero(leaf >= 0) if requests is None else np.unique(check_in_use(requests, leaf))
     parting = growing[readers[leaf[growing]] > 1]  # from a leaf that others read too
@@ -57,21 +67,25 @@ def reserve(
         length, page_count = (np.concatenate([x, np.zeros(more, x.dtype)]) for x in (length, page_count))
         leaf = leaf.copy()
         parent[own], leaf[parting] = leaf[parting], own
+        tree = Tree(parent, length, page_count, tree.page_ids, leaf, tree.page_size)
     owned = leaf[growing]
     wanted = page_count.astype(np.int64)
     # A node has no use for pages in reserve once it has children.
     wanted[inner] = -(-length[inner] // tree.page_size)
     wanted[owned] = np.maximum(page_count[owned], -(-(length[owned] + each[growing]) // tree.page_size))
-    if not len(parting) and (wanted == page_count).all():
-        return tree, pool
-    node, nth = expand(page_count)
-    keep = nth < wanted[node]
-    added = np.maximum(wanted - page_count, 0)
+    return tree, wanted
+
+
+def resized(tree: Tree, page_count: Int[np.ndarray, " nodes"], pool: PagePool) -> tuple[Tree, PagePool]:
+    """Give every node so many pages: its last ones go, or fresh ones follow."""
+    node, nth = expand(tree.page_count)
+    keep = nth < page_count[node]
+    added = np.maximum(page_count - tree.page_count, 0)
     pool, fresh = pool.release(tree.page_ids[~keep]).allocate(int(added.sum()))
     # Old pages first, then the fresh ones; a stable sort by node puts both in their place.
-    node = np.concatenate([node[keep], np.repeat(np.arange(len(parent)), added)])
+    node = np.concatenate([node[keep], np.repeat(np.arange(len(added)), added)])
     page_ids = np.concatenate([tree.page_ids[keep], fresh])[np.argsort(node, kind="stable")]
-    return Tree(parent, length, wanted, page_ids, leaf, tree.page_size), pool
+    return tree._replace(page_count=page_count, page_ids=page_ids), pool
 
 
 def retire(tree: Tree, readers: Int[np.ndarray, " nodes"], pool: PagePool, requests: Integers) -> tuple[Tree, PagePool]:
@@ -83,38 +97,118 @@ def retire(tree: Tree, readers: Int[np.ndarray, " nodes"], pool: PagePool, reque
     left = readers_of(tree.parent, leaf)
     # Only nodes that lost their last reader go: a tree given by hand may hold nodes that never had one.
     dead = (readers > 0) & (left == 0)
-    keep = ~np.repeat(dead, tree.page_count)
-    pool = pool.release(tree.page_ids[~keep])
     parent = np.where(dead, FREE, np.where((tree.parent >= 0) & dead[tree.parent], ROOT, tree.parent))
-    length, page_count = (np.where(dead, 0, x) for x in (tree.length, tree.page_count))
-    thinner = Tree(parent, length, page_count, tree.page_ids[keep], leaf, tree.page_size)
-    return _merge_chains(thinner, left), pool
+    thinner = tree._replace(parent=parent, length=np.where(dead, 0, tree.length), leaf=leaf)
+    thinner, pool = resized(thinner, np.where(dead, 0, tree.page_count), pool)
+    return merge_chains(thinner, left > 0), pool
 
 
-def _merge_chains(tree: Tree, readers: Int[np.ndarray, " nodes"]) -> Tree:
+def merge_chains(tree: Tree, allowed: Bool[np.ndarray, " nodes"]) -> Tree:
     """Merge each node that has one child and no request of its own into the child, where no page is split."""
-    parent, length, page_count = tree.parent.copy(), tree.length.copy(), tree.page_count.copy()
-    children = np.bincount(parent[parent >= 0], minlength=len(parent))
-    ends = np.bincount(tree.leaf[tree.leaf >= 0], minlength=len(parent))
-    full = length == page_count * tree.page_size
-    mergeable = (parent != FREE) & (children == 1) & (ends == 0) & full & (readers > 0)
+    parent, nodes = tree.parent, np.arange(len(tree.parent))
+    full = tree.length == tree.page_count * tree.page_size
+    mergeable = allowed & (parent != FREE) & (children(tree) == 1) & ~ended_at(tree) & full
     if not mergeable.any():
         return tree
-    only_child = np.full(len(parent), NO_NODE)
-    linked = np.flatnonzero(parent >= 0)
-    only_child[parent[linked]] = linked
-    pages = tree.pages_of_nodes()
-    for node in np.flatnonzero(mergeable).tolist():
-        # The child keeps its number, so that requests keep their leaves; a chain merges link by link.
-        child, above = int(only_child[node]), parent[node]
-        pages[child], pages[node] = np.concatenate([pages[node], pages[child]]), pages[node][:0]
-        if above >= 0:
-            only_child[above] = child
-        parent[child], parent[node] = above, FREE
-        length[child] += length[node]
-        page_count[child] += page_count[node]
-        length[node] = page_count[node] = 0
-    return Tree(parent, length, page_count, np.concatenate(pages), tree.leaf, tree.page_size)
+    # The lowest node of a chain keeps its number, so that requests keep their leaves.
+    merged = (parent >= 0) & mergeable[parent]
+    into = nodes.copy()
+    into[parent[merged]] = nodes[merged]
+    while ((further := into[into]) != into).any():
+        into = further
+    top = (parent != FREE) & ~merged
+    above = np.full(len(parent), FREE)
+    above[into[top]] = parent[top]
+    length, page_count = np.zeros((2, len(parent)), np.int64)
+    np.add.at(length, into, tree.length)
+    np.add.at(page_count, into, tree.page_count)
+    order = np.lexsort((depths(parent), into))
+    page_ids = pages_of_runs(tree.page_ids, first_pages(tree)[order], tree.page_count[order])
+    return Tree(above, length, page_count, page_ids, tree.leaf, tree.page_size)
+
+
+def children(tree: Tree) -> Int[np.ndarray, " nodes"]:
+    """Count each node's children."""
+    return np.bincount(tree.parent[tree.parent >= 0], minlength=len(tree.parent))
+
+
+def ended_at(tree: Tree) -> Bool[np.ndarray, " nodes"]:
+    """Return at which nodes requests end."""
+    ends = np.zeros(len(tree.parent), bool)
+    ends[tree.leaf[tree.leaf >= 0]] = True
+    return ends
+
+
+def first_pages(tree: Tree) -> Int[np.ndarray, " nodes"]:
+    """Return where each node's pages begin in `page_ids`."""
+    return np.cumsum(tree.page_count) - tree.page_count
+
+
+def pages_of_runs(
+    page_ids: Int[np.ndarray, " entries"], first: Int[np.ndarray, " runs"], count: Int[np.ndarray, " runs"]
+) -> Int[np.ndarray, " pages"]:
+    """Return runs of `page_ids`, one after the other."""
+    run, nth = expand(count)
+    return page_ids[first[run] + nth]
+
+
+def without_empty(tree: Tree) -> Tree:
+    """Free the nodes that have no tokens and no request of their own; their children move up."""
+    parent = tree.parent
+    empty = (parent != FREE) & (tree.length == 0) & ~ended_at(tree)
+    while (below := (parent >= 0) & empty[parent] & ~empty).any():
+        parent = np.where(below, parent[parent], parent)
+    return tree._replace(parent=np.where(empty, FREE, parent))
+
+
+def read_nodes(tree: Tree) -> Tree:
+    """Leave only the nodes that are read, in their places."""
+    unread = readers_of(tree.parent, tree.leaf) == 0
+    page_ids = tree.page_ids[~np.repeat(unread, tree.page_count)]
+    length, page_count = (np.where(unread, 0, x) for x in (tree.length, tree.page_count))
+    return tree._replace(
+        parent=np.where(unread, FREE, tree.parent), length=length, page_count=page_count, page_ids=page_ids
+    )
+
+
+def compact(tree: Tree) -> Tree:
+    """Number the nodes in use from 0 on."""
+    used = tree.parent != FREE
+    number = np.cumsum(used) - 1
+    parent = np.where(tree.parent >= 0, number[np.maximum(tree.parent, 0)], tree.parent)[used]
+    leaf = np.where(tree.leaf >= 0, number[tree.leaf], NO_NODE)
+    return tree._replace(parent=parent, length=tree.length[used], page_count=tree.page_count[used], leaf=leaf)
+
+
+def cut(
+    tree: Tree, node: Int[np.ndarray, " cuts"], offset: Int[np.ndarray, " cuts"]
+) -> tuple[Tree, Int[np.ndarray, " cuts"]]:
+    """Cut nodes after so many tokens, each a number of whole pages or all of the node; return the part that ends there.
+
+    The lowest part of a node keeps its number.
+    """
+    inside = offset < tree.length[node]
+    cuts, which = np.unique(node[inside] * 2**31 + offset[inside], return_inverse=True)
+    source, end = np.divmod(cuts, 2**31)
+    new = len(tree.parent) + np.arange(len(cuts))
+    again = np.diff(source, prepend=-1) == 0  # below another new node
+    begin = np.where(again, np.roll(end, 1), 0)
+    last = np.append(~again[1:], True)[: len(cuts)]
+    lowest, rest = source[last], end[last]
+
+    parent = np.concatenate([tree.parent, np.where(again, new - 1, tree.parent[source])])
+    length = np.concatenate([tree.length, end - begin])
+    page_count = np.concatenate([tree.page_count, (end - begin) // tree.page_size])
+    first = first_pages(tree)
+    first = np.concatenate([first, first[source] + begin // tree.page_size])
+    parent[lowest] = new[last]
+    length[lowest] -= rest
+    page_count[lowest] -= rest // tree.page_size
+    first[lowest] += rest // tree.page_size
+    part = node.copy()
+    part[inside] = new[which]
+    page_ids = pages_of_runs(tree.page_ids, first, page_count)
+    return Tree(parent, length, page_count, page_ids, tree.leaf, tree.page_size), part
 
 
 def only(tree: Tree, requests: Integers) -> Tree:
