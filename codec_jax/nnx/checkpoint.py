@@ -1,6 +1,6 @@
 """Hugging Face checkpoints of Qwen3 and Llama: a directory with config.json, *.safetensors and tokenizer.json.
 
-    open_checkpoint   config, tokenizer and the headers of all tensors; one error that lists everything wrong
+    open_checkpoint   config, tokenizer, chat template and the headers of all tensors; one error for all that is wrong
     Checkpoint.load   parameter by parameter from the mapped files to the device, in the dtype that is wanted
 
 Only files in the directory are read; nothing is ever downloaded.
@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from codec_jax import checks
+from codec_jax.nnx.chat import ChatTemplate, read_chat_template
 from codec_jax.nnx.checkpoint_config import read_config, read_max_context, read_stop_tokens, shown
 from codec_jax.nnx.decoder import Decoder, DecoderConfig
 from codec_jax.nnx.weights import filled_decoder, parameter_shapes
@@ -68,6 +69,7 @@ class Checkpoint:
 
     config: DecoderConfig
     tokenizer: Tokenizer
+    chat_template: ChatTemplate | None  # None: the checkpoint has none
     stop_tokens: tuple[int, ...]  # those that end a text
     max_context: int  # tokens that the model was made for
     files: frozenset[Path]  # all that were read or will be
@@ -106,11 +108,11 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
     Args:
       directory: holds config.json, model.safetensors or its shards (with or without an index) in float32, bfloat16 or
-        float16, tokenizer.json and perhaps generation_config.json.
+        float16, tokenizer.json and perhaps generation_config.json, tokenizer_config.json and chat_template.jinja.
 
     Raises ValueError that lists all that is wrong with the checkpoint: tensors that are missing, unknown, of another
     shape or dtype, or truncated, an architecture or a setting that `Decoder` does not compute, tokens that the model
-    does not have. Raises NotADirectoryError if there is no such directory.
+    does not have, a chat template that is no jinja. Raises NotADirectoryError if there is no such directory.
 
     >>> checkpoint = open_checkpoint("Qwen3-4B")
     >>> checkpoint.config.qk_norm
@@ -123,10 +125,12 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
             f"directory: expected one with config.json, weights and tokenizer.json, got {directory}"
         )
     problems: list[str] = []
-    files = [directory / name for name in ("config.json", "tokenizer.json", "generation_config.json")]
+    names = ("config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
+    files = [directory / name for name in names]
     given = _read_json(files[0], problems)
     tokenizer = _read_tokenizer(files[1], problems)
-    generation = _read_json(files[2], problems) if files[2].exists() else None
+    generation, tokenizer_config = (_read_json(file, problems) if file.exists() else None for file in files[2:4])
+    chat_template = read_chat_template(files[4], tokenizer_config or {}, problems)
     headers = _read_headers(directory, problems)
     if given is not None:
         config = read_config(given, problems)
@@ -139,7 +143,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if problems or config is None or tokenizer is None:
         raise ValueError("\n  ".join([f"{directory}: expected a checkpoint that the decoder can run, but", *problems]))
     read = {file for file in files if file.exists()} | {file for tensors in sources.values() for file, _ in tensors}
-    return Checkpoint(config, tokenizer, stop_tokens, max_context, frozenset(read), sources)
+    return Checkpoint(config, tokenizer, chat_template, stop_tokens, max_context, frozenset(read), sources)
 
 
 def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:

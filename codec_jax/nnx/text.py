@@ -1,0 +1,155 @@
+"""The text of generated tokens, as they come: whole characters only, and none of a stop string.
+
+    push     tokens -> the text that no later token changes
+    finish   the rest: half a character, or what might have become a stop string
+
+A token is decoded together with the few before it, so text costs the same however long it is. `DecodeStream` of the
+tokenizers library does so too, but raises an error for bytes that are no text, which a model may well generate.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from codec_jax import checks
+from codec_jax.arrays import Integers
+
+#: Tokens to decode a new one with. They have four bytes at least, so that half a character is among them whole.
+_CONTEXT = 4
+#: A byte of a character that a vocabulary in the manner of SentencePiece does not have.
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: Stands for bytes that are no character, or not yet.
+_NO_CHARACTER = "\ufffd"
+
+
+class TextStream:
+    """The text of one request's generated tokens. Special tokens are left out.
+
+    In the end it is what the tokenizer decodes all tokens to, up to the first stop string. `stopped` says whether
+    there was one, and `kept_tokens` how many tokens came until then: those that are pushed later do not count.
+
+    >>> from tokenizers import Tokenizer, models
+    >>> from codec_jax.nnx import TextStream
+    >>> tokenizer = Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2}))
+    >>> stream = TextStream(tokenizer, stop=["two three"])
+    >>> [stream.push([token]) for token in (0, 1, 0, 1, 2, 0)]
+    ['one', ' ', 'two one', ' ', '', '']
+    >>> stream.finish(), stream.text, stream.stopped, stream.kept_tokens
+    ('', 'one two one ', True, 5)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        r"""Begin a text.
+
+        Args:
+          tokenizer: as `Checkpoint.tokenizer`.
+          stop: strings that end the text, and are not part of it. They may begin and end inside of tokens.
+
+        Raises TypeError for another tokenizer, ValueError for a stop string that is empty or has a "\ufffd", which
+        stands for bytes that are no character.
+        """
+        checks.instance("tokenizer", tokenizer, Tokenizer)
+        if isinstance(stop, str) or not all(isinstance(one, str) for one in stop):
+            raise ValueError(f"stop: expected a list of strings, got {stop!r}")
+        for i, one in enumerate(stop):
+            if not one or _NO_CHARACTER in one:
+                raise ValueError(f"stop[{i}]: expected at least one character, all of them valid, got {one!r}")
+        self.stopped = False
+        self.kept_tokens = 0
+        self._stop = tuple(stop)
+        self._longest = max(map(len, stop), default=1)
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(number for number, token in added.items() if token.special)
+        self._returned: list[str] = []
+        self._held = ""  # certain text that may be the beginning of a stop string
+        self._context: list[int] = []  # the last tokens whose text is known, up to half a character
+        self._read = 0  # characters of the context that are known
+        # A run of byte tokens is text if all of it is, else each of its bytes is none. So it is certain at its end.
+        self._run: list[int] = []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._tail: str | None = ""  # of the text with the run in it, as long as a stop string; None if it is no text
+
+    @property
+    def text(self) -> str:
+        """All text that was returned so far."""
+        return "".join(self._returned)
+
+    def push(self, tokens: Integers) -> str:
+        """Take tokens and return the text that is certain by now and was not returned before.
+
+        Args:
+          tokens: any number of token ids. Those that the tokenizer does not have are no text.
+
+        Raises ValueError for what is no list of token ids.
+        """
+        given = checks.int_vector("tokens", tokens)
+        checks.each("tokens", given, given >= 0, "token ids of at least 0")
+        before = len(self._returned)
+        for token in given.tolist():
+            if self.stopped:
+                break
+            self.kept_tokens += 1
+            self._take(token)
+        return "".join(self._returned[before:])
+
+    def finish(self) -> str:
+        """Return what was held back, as no more tokens come."""
+        rest = "" if self.stopped else self._held + self._decode([*self._context, *self._run])[self._read :]
+        self._held, self._context, self._read, self._run = "", [], 0, []
+        self._returned.append(rest)
+        return rest
+
+    def _take(self, token: int) -> None:
+        """Add what is certain with this token to the text."""
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._special:
+            return
+        self._run.append(token)
+        byte = _BYTE.fullmatch(name)
+        if byte and not self._seems_to_stop(int(byte[1], 16)):
+            return
+        tokens = [*self._context, *self._run]
+        new = _whole(self._decode(tokens))[self._read :]
+        text = self._held + new
+        if found := [at for one in self._stop if (at := text.find(one)) >= 0]:
+            self.stopped = True
+            self._returned.append(text[: min(found)])
+        elif not byte:
+            certain = self._certain(text)
+            self._returned.append(text[:certain])
+            self._held = self._tail = text[certain:]
+            self._context = tokens[-_CONTEXT:]
+            self._read = len(_whole(self._decode(self._context)))
+            self._run = []
+            self._utf8.reset()
+
+    def _seems_to_stop(self, byte: int) -> bool:
+        """Say whether a stop string is complete with this byte, if the run is text."""
+        if self._tail is None:
+            return False
+        try:
+            self._tail = (self._tail + self._utf8.decode(bytes([byte])))[-self._longest :]
+        except UnicodeDecodeError:
+            self._tail = None
+            return False
+        return self._tail.endswith(self._stop)
+
+    def _certain(self, text: str) -> int:
+        """Return how much of a text goes before what may be the beginning of a stop string."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if any(one.startswith(text[at:]) for one in self._stop):
+                return at
+        return len(text)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _whole(text: str) -> str:
+    """Leave out what may become a character: bytes that are certainly none have a character of the text after them."""
+    return text.removesuffix(_NO_CHARACTER)
