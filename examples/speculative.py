@@ -108,7 +108,8 @@ def speculate(
     from verification import Drafts, verify
 
     from codec_jax import make_plan, replan
-    from codec_jax.nnx.sampling import request_keys, sample
+    from codec_jax.nnx.params import SamplingParams
+    from codec_jax.nnx.sampling import RowOptions, draw
 
     size, depth, batch, config = tree_size(widths), len(widths) + 1, len(prompts), model.config
     heads = {name: getattr(config, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
@@ -118,8 +119,9 @@ def speculate(
     forest, pool, cache = state.forest, state.pool, state.cache
     key, rng = jax.random.key(seed), np.random.default_rng(seed) if temperature > 0 else None
     # The first token of each request is the model's own, as every pass brings another one.
-    keys = request_keys(jax.random.fold_in(key, 1), np.arange(batch, dtype=np.int32), forest.request_length)
-    first, _ = sample(state.logits, keys, np.float32(temperature), np.int32(config.vocab_size), np.float32(1.0))
+    # It has streams of its own, apart from those of `verify`.
+    rows = [SamplingParams(temperature=temperature, seed=seed, stream=batch + row) for row in range(batch)]
+    first = draw(state.logits, RowOptions.of(rows, config.vocab_size), None, forest.request_length).token
     answers = Answers([[token] for token in first.tolist()], [[False] for _ in prompts])
     with tqdm(total=batch, desc="decode", unit="answer") as bar:
         while True:

@@ -1,94 +1,259 @@
-"""Draw the next token of each request from its logits."""
+"""Draw the next token of each request from its logits, each with options of its own."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt16, UInt32
 
-from codec_jax import checks
-from codec_jax.arrays import Integers, bucket, padded
+from codec_jax.arrays import HostOrDevice
+from codec_jax.nnx.params import MAX_BIASED_TOKENS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+
+#: No token: what fills up stop tokens and top tokens.
+NO_TOKEN = -1
 
 
-class Sampling(NamedTuple):
-    """How tokens are drawn, as the decode loop takes it."""
+class RowOptions(NamedTuple):
+    """How the token of each row is drawn, as the device takes it."""
 
-    key: Key[Array, ""]
-    temperature: np.float32
-    top_k: np.int32  # of all tokens, if there is no limit
-    top_p: np.float32
-    stop_tokens: Int[np.ndarray, " stops"]  # filled up with -1, so that their number hardly matters
+    seed: UInt32[HostOrDevice, " B"]
+    stream: Int[HostOrDevice, " B"]
+    temperature: Float[HostOrDevice, " B"]
+    top_k: Int[HostOrDevice, " B"]  # of all tokens, if there is no limit
+    top_p: Float[HostOrDevice, " B"]
+    min_p: Float[HostOrDevice, " B"]
+    repetition: Float[HostOrDevice, " B"]
+    presence: Float[HostOrDevice, " B"]
+    frequency: Float[HostOrDevice, " B"]
+    stop_tokens: Int[HostOrDevice, "B stops"]  # filled up with NO_TOKEN
+    bias_tokens: Int[HostOrDevice, "B biases"]  # filled up with a token that there is not
+    bias_values: Float[HostOrDevice, "B biases"]
+    allowed: UInt32[HostOrDevice, "B words"]  # a bit for each token, read where `constrained`
+    constrained: Bool[HostOrDevice, " B"]
+    top_logprobs: Int[HostOrDevice, " B"]
 
     @classmethod
-    def of(
-        cls, stop_tokens: Integers, temperature: float, top_k: int | None, top_p: float, seed: int, vocab_size: int
-    ) -> "Sampling":
-        """Check the options. Raises ValueError for one that is out of range."""
-        stops = checks.int_vector("stop_tokens", list(stop_tokens) if np.iterable(stop_tokens) else stop_tokens)
-        checks.tokens("stop_tokens", stops, vocab_size)
-        if not checks.number("temperature", temperature) >= 0.0:
-            raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
-        max_tokens = vocab_size if top_k is None else min(checks.integer("top_k", top_k, below=2**63), vocab_size)
-        if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-            raise ValueError(f"seed: expected an integer in [0, 2**32), got {seed}")
-        if not 0.0 < checks.number("top_p", top_p) <= 1.0:
-            raise ValueError(f"top_p: expected a probability in (0, 1], got {top_p}")
+    def of(cls, rows: Sequence[SamplingParams | None], vocab_size: int) -> "RowOptions":
+        """Return the options of each row, on the host; no token is allowed yet where there is a matcher.
+
+        Args:
+          rows: one for each row; None for one whose token does not matter.
+          vocab_size: tokens of the model (V), which the options have been checked for.
+        """
+        given = [_NEUTRAL if params is None else params for params in rows]
+        count = len(given)
+        stop_tokens = np.full((count, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
+        bias_tokens = np.full((count, MAX_BIASED_TOKENS), vocab_size, np.int32)
+        bias_values = np.zeros((count, MAX_BIASED_TOKENS), np.float32)
+        for row, params in enumerate(given):
+            if params.stop_tokens:
+                stop_tokens[row, : len(params.stop_tokens)] = params.stop_tokens
+            if params.logit_bias:
+                bias_tokens[row, : len(params.logit_bias)] = list(params.logit_bias)
+                bias_values[row, : len(params.logit_bias)] = list(params.logit_bias.values())
         return cls(
-            key=jax.random.key(seed),
-            temperature=np.float32(temperature),
-            top_k=np.int32(max_tokens),
-            top_p=np.float32(top_p),
-            stop_tokens=padded(stops, bucket(len(stops)), -1),
+            seed=np.asarray([params.seed for params in given], np.uint32),
+            stream=np.asarray([params.stream for params in given], np.int32),
+            temperature=np.asarray([params.temperature for params in given], np.float32),
+            top_k=np.asarray([min(params.top_k or vocab_size, vocab_size) for params in given], np.int32),
+            top_p=np.asarray([params.top_p for params in given], np.float32),
+            min_p=np.asarray([params.min_p for params in given], np.float32),
+            repetition=np.asarray([params.repetition_penalty for params in given], np.float32),
+            presence=np.asarray([params.presence_penalty for params in given], np.float32),
+            frequency=np.asarray([params.frequency_penalty for params in given], np.float32),
+            stop_tokens=stop_tokens,
+            bias_tokens=bias_tokens,
+            bias_values=bias_values,
+            allowed=np.zeros((count, num_words(vocab_size)), np.uint32),
+            constrained=np.asarray([params.matcher is not None for params in given], bool),
+            top_logprobs=np.asarray([params.top_logprobs for params in given], np.int32),
         )
 
 
-def request_keys(key: Key[Array, ""], stream: Int[Array, " B"], position: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Return one key per request that depends on its own stream and position only, not on who decodes beside it."""
-    return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.fold_in(key, s), p))(stream, position)
+_NEUTRAL = SamplingParams(temperature=0.0)
 
 
-def sample(
-    logits: Float[Array, "B V"],
-    keys: Key[Array, " B"],
-    temperature: Float[Array, ""],
-    top_k: Int[Array, ""],
-    top_p: Float[Array, ""],
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Sample a token per row; temperature 0 takes the most likely one.
+class History(NamedTuple):
+    """What penalties look at: the tokens that each row has seen. Its methods are jittable."""
 
-    Only the top_k most likely tokens may be drawn, and of those only the most likely ones that together hold top_p
-    of the probability. Returns the tokens and their log-probabilities under the model's own distribution, that is
-    at temperature 1 and with nothing cut off.
+    in_prompt: Bool[HostOrDevice, "B V"]
+    generated: UInt16[HostOrDevice, "B V"]  # how often, up to 65535
+
+    @classmethod
+    def empty(cls, batch: int, vocab_size: int) -> "History":
+        """Return one of rows that have seen nothing.
+
+        Args:
+          batch: number of rows (B).
+          vocab_size: tokens of the model (V).
+        """
+        return cls(jnp.zeros((batch, vocab_size), bool), jnp.zeros((batch, vocab_size), jnp.uint16))
+
+    def add(self, token: Int[Array, " B"], active: Bool[Array, " B"]) -> "History":
+        """Count a generated token of each row.
+
+        Args:
+          token: int32 [B].
+          active: bool [B], the rows to which it happened.
+        """
+        row = jnp.arange(token.shape[0], dtype=jnp.int32)
+        count = self.generated[row, token]
+        more = (active & (count < np.iinfo(np.uint16).max)).astype(jnp.uint16)
+        return self._replace(generated=self.generated.at[row, token].set(count + more))
+
+    def set_row(
+        self, row: Int[HostOrDevice, ""], in_prompt: Bool[HostOrDevice, " V"], generated: UInt16[HostOrDevice, " V"]
+    ) -> "History":
+        """Replace one row: another request has it.
+
+        Args:
+          row: int32, which one.
+          in_prompt: bool [V], whether each token is in the prompt.
+          generated: uint16 [V], how often each was generated.
+        """
+        return History(self.in_prompt.at[row].set(in_prompt), self.generated.at[row].set(generated))
+
+    def take(self, source: Int[HostOrDevice, " B"]) -> "History":
+        """Return the history of other rows: of those that were forked, for one.
+
+        Args:
+          source: int32 [B], row i becomes what row source[i] is.
+        """
+        return History(self.in_prompt[source], self.generated[source])
+
+
+class Drawn(NamedTuple):
+    """A token of each row and what comes with it."""
+
+    token: Int[Array, " B"]
+    logprob: Float[Array, " B"]  # under the model's own distribution: at temperature 1 and with nothing changed
+    top_tokens: Int[Array, "B 20"]  # the most likely ones first, as many as the row asks for, and NO_TOKEN
+    top_logprobs: Float[Array, "B 20"]  # theirs, under the model's own distribution; -inf where there is none
+    finite: Bool[Array, " B"]  # whether all logits are
+
+
+def num_words(vocab_size: int) -> int:
+    """Return the number of uint32 that have a bit for each token."""
+    return -(-vocab_size // 32)
+
+
+def allowed_words(mask: bytes, vocab_size: int) -> UInt32[np.ndarray, " words"]:
+    """Return a matcher's bit mask as a row of `RowOptions.allowed`; a tokenizer may have fewer tokens than the model.
+
+    Args:
+      mask: of `Matcher.compute_bitmask`.
+      vocab_size: tokens of the model (V).
     """
+    words = np.zeros(num_words(vocab_size), np.uint32)
+    given = np.frombuffer(mask, "<u4")[: len(words)]
+    words[: len(given)] = given
+    return words
 
-    # Outside of the branches, where it shares a pass over the logits with what else needs all of them.
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def draw(truncated: bool) -> Array:
-        scaled = logits / jnp.maximum(temperature, 1e-6)
+def request_keys(
+    key: Key[Array, ""] | Key[Array, " B"], stream: Int[Array, " B"], position: Int[Array, " B"]
+) -> Key[Array, " B"]:
+    """Return one key per request that depends on its own stream and position only, not on who decodes beside it."""
+    keys = jnp.broadcast_to(key, stream.shape)
+    return jax.vmap(lambda k, s, p: jax.random.fold_in(jax.random.fold_in(k, s), p))(keys, stream, position)
+
+
+def draw(
+    logits: Float[Array, "B V"], options: RowOptions, history: History | None, position: Int[Array, " B"]
+) -> Drawn:
+    """Draw a token for each row. Jittable. A row gets the same whatever the other rows ask for.
+
+    The order is that of `SamplingParams`; the most likely token that is allowed can always be drawn.
+
+    Args:
+      logits: float32 [B, V].
+      options: of each row.
+      history: of each row; None if no row has penalties, biases, a constraint or top_logprobs, which then are left out.
+      position: int32 [B], of the token in its request's context.
+    """
+    batch, vocab_size = logits.shape
+    greedy = options.temperature == 0.0
+    cut = (options.top_k < vocab_size) | (options.top_p < 1.0) | (options.min_p > 0.0)
+    plain = jnp.where(greedy, 0, 1 + cut.astype(jnp.int32)).max()
+
+    def draw_from(logits: Array, best: Array, truncated: bool) -> Array:
+        scaled = logits / jnp.maximum(options.temperature, 1e-6)[:, None]
         if truncated:
-            scaled = _truncate(scaled, top_k, top_p)
-        return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+            scaled = _truncate(scaled, options)
+        keys = request_keys(jax.vmap(jax.random.key)(options.seed), options.stream, position)
+        return jnp.where(greedy, best, jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32))
 
+    def ways(logits: Array) -> list:
+        # Outside of the branches, where it shares a pass over the logits with what else needs all of them.
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return [lambda: best, lambda: draw_from(logits, best, False), lambda: draw_from(logits, best, True)]
+
+    no_tokens = jnp.full((batch, MAX_TOP_LOGPROBS), NO_TOKEN, jnp.int32)
     # Random numbers for a whole vocabulary, and sorting it, are work that a step should do only where it is asked for.
-    truncate = (top_k < logits.shape[-1]) | (top_p < 1.0)
-    way = jnp.where(temperature == 0.0, 0, 1 + truncate.astype(jnp.int32))
-    token = lax.switch(way, [lambda: best, lambda: draw(False), lambda: draw(True)])
-    # `jax.nn.log_softmax` at one token only: of the vocabulary no more than the sum is needed.
+    # A conditional waits for the device, so there is one, and those that few requests need are inside of it.
+    if history is None:
+        token, top_tokens = lax.switch(plain, ways(logits)), no_tokens
+    else:
+
+        def with_more() -> tuple[Array, Array]:
+            asked = options.top_logprobs
+            top_tokens = lax.cond((asked > 0).any(), lambda: _most_likely(logits, asked), lambda: no_tokens)
+            return lax.switch(plain, ways(_adjusted(logits, options, history))), top_tokens
+
+        level = jnp.where(_needs_more(options, vocab_size).any(), 3, plain)
+        plain_ways = [lambda way=way: (way(), no_tokens) for way in ways(logits)]
+        token, top_tokens = lax.switch(level, [*plain_ways, with_more])
+    # `jax.nn.log_softmax` at a few tokens only: of the vocabulary no more than the sum is needed.
     greatest = logits.max(axis=-1, keepdims=True)
-    log_sum = jnp.log(jnp.exp(logits - greatest).sum(axis=-1))
-    return token, (jnp.take_along_axis(logits, token[:, None], axis=-1) - greatest)[:, 0] - log_sum
+    log_sum = jnp.log(jnp.exp(logits - greatest).sum(axis=-1, keepdims=True))
+    asked_for = jnp.concatenate([token[:, None], top_tokens], axis=1)
+    logprobs = jnp.take_along_axis(logits, jnp.maximum(asked_for, 0), axis=-1) - greatest - log_sum
+    top_logprobs = jnp.where(top_tokens == NO_TOKEN, -jnp.inf, logprobs[:, 1:])
+    return Drawn(token, logprobs[:, 0], top_tokens, top_logprobs, jnp.isfinite(logits).all(axis=-1))
 
 
-def _truncate(scaled: Float[Array, "B V"], top_k: Array, top_p: Array) -> Float[Array, "B V"]:
+def _needs_more(options: RowOptions, vocab_size: int) -> Bool[Array, " B"]:
+    """Return which rows need more than their logits, or more of them than one token."""
+    penalised = (options.repetition != 1.0) | (options.presence != 0.0) | (options.frequency != 0.0)
+    biased = (options.bias_tokens < vocab_size).any(axis=-1)
+    return penalised | biased | options.constrained | (options.top_logprobs > 0)
+
+
+def _adjusted(logits: Float[Array, "B V"], options: RowOptions, history: History) -> Float[Array, "B V"]:
+    """Return the logits after penalties, biases and constraints; rows without any keep theirs bit by bit."""
+    repetition, presence, frequency = (x[:, None] for x in (options.repetition, options.presence, options.frequency))
+    count = history.generated.astype(logits.dtype)
+    seen = (history.in_prompt | (history.generated > 0)) & (repetition != 1.0)
+    logits = jnp.where(seen, jnp.where(logits < 0, logits * repetition, logits / repetition), logits)
+    logits -= presence * (count > 0).astype(logits.dtype) + frequency * count
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    logits = logits.at[row, options.bias_tokens].add(options.bias_values, mode="drop")
+    bits = (options.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
+    allowed = bits.reshape(len(bits), -1)[:, : logits.shape[1]] != 0
+    return jnp.where(allowed | ~options.constrained[:, None], logits, -jnp.inf)
+
+
+def _most_likely(logits: Float[Array, "B V"], asked: Int[Array, " B"]) -> Int[Array, "B 20"]:
+    """Return the most likely tokens of each row, as many as are asked for."""
+    _, tokens = lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    tokens = jnp.pad(tokens, ((0, 0), (0, MAX_TOP_LOGPROBS - tokens.shape[1])), constant_values=NO_TOKEN)
+    return jnp.where(jnp.arange(MAX_TOP_LOGPROBS, dtype=jnp.int32)[None] < asked[:, None], tokens, NO_TOKEN)
+
+
+def _truncate(scaled: Float[Array, "B V"], options: RowOptions) -> Float[Array, "B V"]:
     """Set all but the most likely tokens to -inf; the most likely one always stays."""
+    top_k, top_p, min_p = (x[:, None] for x in (options.top_k, options.top_p, options.min_p))
     order = jnp.argsort(scaled, axis=-1, descending=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     rank = jnp.arange(scaled.shape[-1], dtype=jnp.int32)[None]
     ranked = jnp.where(rank < top_k, ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    ranked = jnp.where((before < top_p) | (rank == 0), ranked, -jnp.inf)
+    # A rounded sum may reach 1 early: no limit means no limit.
+    kept = (before < top_p) | (top_p >= 1.0)
+    kept &= ranked - ranked[:, :1] >= jnp.log(min_p)
+    ranked = jnp.where(kept | (rank == 0), ranked, -jnp.inf)
     return jnp.put_along_axis(scaled, order, ranked, axis=-1, inplace=False)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.forest import Forest, KVPages
 from codec_jax.nnx.decoder import Decoder
-from codec_jax.nnx.sampling import request_keys, sample
+from codec_jax.nnx.sampling import RowOptions, draw
 from codec_jax.planning import Plan
 
 
@@ -37,22 +37,16 @@ def decode_loop(
     logits: Float[Array, "B V"],
     forest: Forest,
     plan: Plan,
-    stream: Int[Array, " B"],
     remaining: Int[Array, " B"],
-    key: Array,
-    temperature: Float[Array, ""],
-    top_k: Int[Array, ""],
-    top_p: Float[Array, ""],
-    stop_tokens: Int[Array, " stops"],
+    options: RowOptions,
 ) -> tuple:
     """Generate up to `steps` tokens for each request with tokens remaining, all on the device."""
 
     def step(carry: tuple) -> tuple:
         i, forest, cache, hidden, logits, remaining, tokens, logprobs, broken = carry
         active = remaining > 0
-        broken |= active & ~jnp.isfinite(logits).all(axis=-1)
-        keys = request_keys(key, stream, forest.request_length)
-        token, logprob = sample(logits, keys, temperature, top_k, top_p)
+        token, logprob, *_, finite = draw(logits, options, None, forest.request_length)
+        broken |= active & ~finite
         forest = forest.extend(active.astype(jnp.int32))
         decoded, cache = model.decode(
             token[:, None], cache, forest, plan, store=active[:, None], implementation=implementation
@@ -62,7 +56,7 @@ def decode_loop(
         hidden = jnp.where(active[:, None], decoded[:, 0], hidden)
         tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
         logprobs = logprobs.at[:, i].set(logprob)
-        stopped = (token[:, None] == stop_tokens[None]).any(axis=-1)
+        stopped = (token[:, None] == options.stop_tokens).any(axis=-1)
         remaining = jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0))
         return i + 1, forest, cache, hidden, model.logits(hidden), remaining, tokens, logprobs, broken
 

@@ -5,11 +5,10 @@ from typing import NamedTuple
 import chex
 import jax
 import pytest
-from cases import PROMPTS, STEPS, VOCAB, Dense, stops_for
+from cases import PROMPTS, STEPS, Dense, stops_for
 
 from codec_jax.nnx import Sampler
 from codec_jax.nnx.intervals import Interval
-from codec_jax.nnx.sampling import Sampling
 
 
 class Prepared(NamedTuple):
@@ -61,7 +60,7 @@ def test_plans_made_ahead_are_dropped_when_somebody_stops_and_change_nothing(
 
 
 def test_what_changes_between_two_calls_is_planned_anew(sampler: Sampler, dense: Dense, watched: Prepared) -> None:
-    greedy = Sampling.of((), 0.0, None, 1.0, 0, VOCAB)
+    greedy = sampler._options((), temperature=0.0)
     state, generated = sampler._decode_on(sampler.start(PROMPTS), STEPS, STEPS, greedy, None)
     assert state.ahead is watched.planned[-1]
     contexts = {r: PROMPTS[r] + generated.tokens[r] for r in range(len(PROMPTS))}
