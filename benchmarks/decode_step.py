@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -27,6 +27,8 @@ from benchmarks.turns import compiled
 from codec_jax import Forest, KVPages, PagePool, Plan, make_plan
 from codec_jax.forest import ROOT, Tree
 from codec_jax.nnx import Decoder, DecoderConfig
+from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.sampling import RowOptions
 from codec_jax.nnx.steps import decode_loop
 
 #: Tokens of a call: what `Sampler` generates by default between two plans.
@@ -91,14 +93,13 @@ class Step:
         graph, weights = nnx.split(model)
         batch, vocab = forest.request_capacity, model.config.vocab_size
         logits = jax.random.normal(jax.random.key(1), (batch, vocab))
-        stream, key = np.arange(batch, dtype=np.int32), jax.random.key(0)
-        self._inputs = jax.device_put((weights, logits, forest, plan, stream, key))
+        self._inputs = jax.device_put((weights, logits, forest, plan))
         self._batch, self._vocab, self._cache = batch, vocab, cache
         loop = jax.jit(
             lambda weights, *rest: decode_loop(nnx.merge(graph, weights), STEPS, None, *rest), donate_argnums=(1,)
         )
         start = time.perf_counter()
-        other = patch("codec_jax.nnx.decoder.forest_attention", attention) if attention else nullcontext()
+        other = patch("codec_jax.nnx.batch.forest_attention", attention) if attention else nullcontext()
         with other:
             self._loop = compiled(loop, *self._arguments(), tuned=True)
         self.compile_seconds = time.perf_counter() - start
@@ -109,10 +110,16 @@ class Step:
         return logits
 
     def _arguments(self, tokens: int = STEPS, temperature: float = 0.0, top_p: float = 1.0) -> tuple:
-        weights, logits, forest, plan, stream, key = self._inputs
+        weights, logits, forest, plan = self._inputs
         remaining = np.full(self._batch, tokens, np.int32)
-        sampling = np.float32(temperature), np.int32(self._vocab), np.float32(top_p), np.full(8, -1, np.int32)
-        return weights, self._cache, logits, forest, plan, stream, remaining, key, *sampling
+        options = _options(self._batch, self._vocab, temperature, top_p)
+        return weights, self._cache, logits, forest, plan, remaining, options
+
+
+@lru_cache
+def _options(batch: int, vocab: int, temperature: float, top_p: float) -> RowOptions:
+    rows = [SamplingParams(temperature=temperature, top_p=top_p, stream=row) for row in range(batch)]
+    return jax.device_put(RowOptions.of(rows, vocab))
 
 
 def paged(model: Decoder, case: SharedDocument, share: bool) -> Step:

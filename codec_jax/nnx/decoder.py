@@ -7,7 +7,9 @@ the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
-from codec_jax.attention import forest_attention
-from codec_jax.forest import NO_SLOT, DraftTrees, Forest, KVPages
+from codec_jax.forest import DraftTrees, Forest, KVPages
+from codec_jax.nnx.batch import Attend, Batch, attend, joined, parted
 from codec_jax.nnx.norm import RMSNorm, reciprocal_root_mean_square
 from codec_jax.nnx.rope import Llama3Scaling, rotate
 from codec_jax.planning import Plan
@@ -136,10 +138,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "B T"],
         slots: Int[Array, "B T"],
         pages: KVPages,
-        forest: Forest,
-        plan: Plan,
-        drafts: DraftTrees | None = None,
-        implementation: str | None = None,
+        attend: Attend,
     ) -> tuple[Float[Array, "B T D"], KVPages]:
         """Store K and V of the T tokens in their slots, then attend to each request's whole context. Jittable.
 
@@ -148,16 +147,14 @@ class Attention(nnx.Module):
           positions: [B, T], from `Forest.positions`, or `DraftTrees.positions`.
           slots: [B, T], from `Forest.slots`; NO_SLOT for what is not to be stored.
           pages: K and V of this layer.
-          forest, plan, drafts, implementation: as in `forest_attention`.
+          attend: called with the queries [B, T, N, H] and the pages, and returns [B, T, N, H]; a call of
+            `forest_attention`.
 
         Returns [B, T, D] and the pages.
         """
         query, key, value = self._project(x, positions)
         pages = pages.write(slots, key, value)
-        out = forest_attention(
-            query, pages.key, pages.value, forest, plan, drafts=drafts, implementation=implementation
-        )
-        return self._merge(out), pages
+        return self._merge(attend(query, pages)), pages
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         config = self.config
@@ -218,15 +215,10 @@ class Block(nnx.Module):
         positions: Int[Array, "B T"],
         slots: Int[Array, "B T"],
         pages: KVPages,
-        forest: Forest,
-        plan: Plan,
-        drafts: DraftTrees | None = None,
-        implementation: str | None = None,
+        attend: Attend,
     ) -> tuple[Float[Array, "B T D"], KVPages]:
-        """Attention over the forest, then the MLP."""
-        attended, pages = self.attention.decode(
-            self.attention_norm(x), positions, slots, pages, forest, plan, drafts, implementation
-        )
+        """Attention over a forest, then the MLP."""
+        attended, pages = self.attention.decode(self.attention_norm(x), positions, slots, pages, attend)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), pages
 
@@ -303,15 +295,47 @@ class Decoder(nnx.Module):
         Returns the final hidden states [B, T, D], for `logits`, and the cache with the tokens' K and V. Raises
         ValueError for tokens that do not fit the forest, and what `forest_attention` raises.
         """
-        checks.shape("tokens", tokens, B=forest.request_capacity, T=None)
-        positions = jnp.asarray(forest.positions(tokens.shape[1]) if drafts is None else drafts.positions(forest))
+        (hidden,), cache = self.decode_together(
+            [Batch(tokens, forest, plan, store, drafts)], cache, implementation=implementation
+        )
+        return hidden, cache
+
+    def decode_together(
+        self, batches: Sequence[Batch], cache: tuple[KVPages, ...], *, implementation: str | None = None
+    ) -> tuple[list[Float[Array, "B T D"]], tuple[KVPages, ...]]:
+        """Run several batches in one pass over the weights: chunks of prompts beside requests that decode. Jittable.
+
+        Every layer stores K and V of all batches before one of them attends, so they may build on each other.
+
+        Args:
+          batches: tokens, forests over the same pages, and plans.
+          cache: K and V of every layer.
+          implementation: as in `forest_attention`.
+
+        Returns the final hidden states of each batch, and the cache. Raises what `decode` raises.
+
+        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+        >>> model, heads = Decoder(config, nnx.Rngs(0)), {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        >>> forest, _ = Forest.from_nodes([-1, -1], [3, 30], [0, 1]).reserve(PagePool.create(8, np.arange(3)), 1)
+        >>> chunk, decoding = forest.only([0]), forest.only([1])
+        >>> batches = [
+        ...     Batch(np.ones((2, 3), int), chunk, make_plan(chunk, query_tokens=3, **heads)),
+        ...     Batch(np.ones((2, 1), int), decoding.extend(), make_plan(decoding, **heads)),
+        ... ]
+        >>> hidden, cache = model.decode_together(batches, model.new_cache(8, 16))
+        >>> [rows.shape for rows in hidden]
+        [(2, 3, 32), (2, 1, 32)]
+        """
+        for batch in batches:
+            checks.shape("tokens", batch.tokens, B=batch.forest.request_capacity, T=None)
+        rows = joined(*batches)
         # Without the barrier XLA looks them up, from leaf to node to page, in every kernel that writes K or V.
-        slots = lax.optimization_barrier(jnp.where(store, forest.slots(tokens.shape[1]), NO_SLOT))
-        x, written = self.embedding(tokens), []
+        slots = lax.optimization_barrier(rows.slots)
+        x, written = self.embedding(rows.tokens), []
         for block, pages in zip(self.blocks, cache, strict=True):
-            x, pages = block.decode(x, positions, slots, pages, forest, plan, drafts, implementation)
+            x, pages = block.decode(x, rows.positions, slots, pages, partial(attend, batches, implementation))
             written.append(pages)
-        return self.norm(x), tuple(written)
+        return parted(self.norm(x), batches), tuple(written)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Map final hidden states to logits, float32.
