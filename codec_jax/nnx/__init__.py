@@ -1,23 +1,39 @@
-"""Flax NNX modules over forests: attention, a Llama/Qwen3 decoder, its weights, and a sampler that shares prefixes."""
+"""Flax NNX modules over forests: a Llama/Qwen3 decoder, its weights, an engine that serves it, and a sampler."""
 
+from codec_jax.nnx.batch import Batch
+from codec_jax.nnx.chat import ChatTemplate
 from codec_jax.nnx.checkpoint import Checkpoint, open_checkpoint
 from codec_jax.nnx.configs import PUBLISHED, random_decoder
 from codec_jax.nnx.decoder import Attention, Decoder, DecoderConfig
+from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.params import Matcher, SamplingParams
+from codec_jax.nnx.request import Request, Update
 from codec_jax.nnx.rope import Llama3Scaling
 from codec_jax.nnx.sampler import Sampler
 from codec_jax.nnx.state import Completion, Decoding, Generated
+from codec_jax.nnx.stats import Stats
+from codec_jax.nnx.text import TextStream
 
 __all__ = [
     "PUBLISHED",
     "Attention",
+    "Batch",
+    "ChatTemplate",
     "Checkpoint",
     "Completion",
     "Decoder",
     "DecoderConfig",
     "Decoding",
+    "Engine",
     "Generated",
     "Llama3Scaling",
+    "Matcher",
+    "Request",
     "Sampler",
+    "SamplingParams",
+    "Stats",
+    "TextStream",
+    "Update",
     "open_checkpoint",
     "random_decoder",
 ]

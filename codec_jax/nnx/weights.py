@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import Array
 from tqdm import tqdm
 
+from codec_jax import checks
 from codec_jax.nnx.decoder import Decoder, DecoderConfig
+
+
+def split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
+    """Return a model's structure, and its weights as they are now: the model's own variables stay with it."""
+    checks.instance("model", model, Decoder)
+    graph, weights = nnx.split(model)
+    return graph, jax.tree.map(lambda x: x, weights)
+
+
+def weights_like(model: Decoder, config: DecoderConfig, before: Any) -> Any:
+    """Return a model's weights, or raise ValueError unless they have the config, shapes and dtypes of those before."""
+    _, weights = split(model)
+    old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), state) for state in (before, weights))
+    if model.config != config or old != new:
+        raise ValueError("model: expected weights of the config, shapes and dtypes as before, got others")
+    return weights
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:

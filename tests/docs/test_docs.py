@@ -44,6 +44,10 @@ WITHOUT_EXAMPLE = {
     "LogitsError.of": "the sampler makes it, for weights that are not finite",
     "Generated.none": "Sampler.decode begins with it",
     "Attention.decode": "Decoder.decode calls it, with arguments of the same names",
+    "Matcher.compute_bitmask": "the engine calls it",
+    "Matcher.consume_token": "the engine calls it",
+    "Matcher.is_stopped": "the engine calls it",
+    "Matcher.deep_copy": "the engine calls it",
 }
 
 
@@ -174,7 +178,8 @@ def public() -> Iterator[Public]:
 
 def public_of_class(cls: type) -> Iterator[Public]:
     text = inspect.getdoc(cls) or ""
-    init = None if is_dataclass(cls) or hasattr(cls, "_fields") else vars(cls).get("__init__")
+    made = is_dataclass(cls) or hasattr(cls, "_fields") or getattr(cls, "_is_protocol", False)
+    init = None if made else vars(cls).get("__init__")
     if init is not None:
         yield Public(cls.__name__, init, [inspect.getdoc(init) or "", text])
     for name, member in vars(cls).items():

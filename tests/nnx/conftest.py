@@ -1,6 +1,9 @@
 """One sampler for all tests of this directory."""
 
+from collections.abc import Iterator
+
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +59,20 @@ def setup() -> Setup:
             model, max_requests=REQUESTS, num_pages=PAGES, page_size=PAGE_SIZE, max_context=CONTEXT, steps=STEPS
         )
     return Setup(sampler, Dense(model))
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """What was compiled since the list was emptied."""
+    events: list[str] = []
+
+    def listen(event: str, *_: object, **__: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture

@@ -1,0 +1,173 @@
+"""Steps as the device takes them: pages, weights and what is carried from step to step live here.
+
+Arrays have few shapes, so that few programs are compiled: one for decoding alone, and one for each number of chunks
+and size of their plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from codec_jax.forest import PrefixCache
+from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.engine_step import Carried, Chunks, Drawing, Outcome, run_step
+from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
+from codec_jax.nnx.request import Request, part_of_context
+from codec_jax.nnx.sampling import History, RowOptions, allowed_words
+from codec_jax.nnx.scheduler import Running, Step
+from codec_jax.nnx.weights import split, weights_like
+
+#: Plans of chunks whose contexts are short have room for a part of what the longest ones need, if that is much.
+_SHORT, _MANY_BLOCKS = 16, 1 << 14
+
+
+class Device:
+    """What the engine has on the device, and the programs that it runs there."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        cache: PrefixCache,
+        max_context: int,
+        steps: int,
+        chunks: int,
+        chunk_tokens: int,
+        implementation: str | None,
+    ) -> None:
+        """Allocate pages, and say what to compile."""
+        self._config, self._chunk_tokens = model.config, chunk_tokens
+        self._rows, self._num_pages, page_size = len(cache.tree.leaf), cache.pool.num_pages, cache.tree.page_size
+        #: Chunks that a step has room for: few, so that a short prompt costs little, or all.
+        self._sizes = sorted({max(chunks // 8, 1), chunks})
+        # A plan holds for what the step in flight may add, and for what the next one may.
+        self._intervals = intervals = Intervals(model.config, 2 * steps, self._num_pages, page_size)
+        self._max_context = min(max_context, self._num_pages * page_size)
+        self._blocks = intervals.block_capacity(self._rows, self._max_context)
+        graph, self._weights = split(model)
+        self._run = _program(graph, steps, implementation)
+        self._set_history = jax.jit(History.set_row, donate_argnums=0)
+        self._pages = model.new_cache(self._num_pages, page_size)
+        self._carried = Carried(
+            token=jnp.zeros(self._rows, jnp.int32),
+            stopped=jnp.zeros(self._rows, bool),
+            grown=jnp.zeros(self._rows, jnp.int32),
+            history=History.empty(self._rows, model.config.vocab_size),
+        )
+        self._options: tuple[tuple[int | None, ...], RowOptions] | None = None
+
+    def update_weights(self, model: Decoder) -> None:
+        """Take other weights, for the steps from here on. Raises ValueError for those of another model."""
+        self._weights = weights_like(model, self._config, self._weights)
+
+    def warm_up(self, cache: PrefixCache) -> None:
+        """Compile all programs, and run each with nothing to do."""
+        nothing = Step([], {}, {}, [])
+        self._start(nothing, cache, None, behind=False)
+        for size in self._sizes:
+            for end in {1, self._max_context}:
+                self._start(nothing, cache, self._chunks(nothing, cache, size, end), behind=False)
+        jax.block_until_ready(self._pages)
+
+    def dispatch(self, step: Step, cache: PrefixCache, *, behind: bool) -> Outcome:
+        """Run a step, and return before it has finished; `behind` says that the one before has not landed."""
+        chunks = None
+        if step.pieces:
+            size = next(size for size in self._sizes if size >= len(step.pieces))
+            chunks = self._chunks(step, cache, size, max(piece.end for piece in step.pieces))
+        for running in step.first:
+            self._begin_history(running)
+        return self._start(step, cache, chunks, behind=behind)
+
+    def _start(self, step: Step, cache: PrefixCache, chunks: Chunks | None, *, behind: bool) -> Outcome:
+        drawing = self._drawing(step, cache, behind)
+        count = np.int32(max(step.drawing.values(), default=0))
+        self._pages, self._carried, outcome = self._run(
+            self._weights, self._pages, self._carried, drawing, chunks, count
+        )
+        return outcome
+
+    def _drawing(self, step: Step, cache: PrefixCache, behind: bool) -> Drawing:
+        """Plan for the requests that draw; the others have no place in the forest."""
+        allowed, first = np.zeros(self._rows, np.int32), np.full(self._rows, -1, np.int32)
+        for running, drawn in step.drawing.items():
+            allowed[running.row] = drawn
+        for running, token in step.first.items():
+            first[running.row] = token
+        rows = [running.row for running in step.drawing]
+        forest = cache.view(rows, node_capacity=EXPECTED_DEPTH * self._rows, page_capacity=self._num_pages)
+        plan = self._intervals.plan(forest, 1, self._blocks)
+        return Drawing(forest, np.asarray(behind), plan, allowed, first, self._row_options(step))
+
+    def _chunks(self, step: Step, cache: PrefixCache, size: int, longest: int) -> Chunks:
+        """Fill `size` rows with the tokens of chunks; those of the longest one decide how much room the plan has."""
+        width = self._chunk_tokens
+        tokens, following = np.zeros((size, width), np.int32), np.full((size, width), -1, np.int32)
+        store = np.zeros((size, width), bool)
+        for row, piece in enumerate(step.pieces):
+            request, end = piece.running.request, piece.end
+            text = part_of_context(request, max(end - width, 0), end)
+            tokens[row, width - len(text) :] = text
+            store[row] = np.arange(end - width, end) >= piece.store
+            if piece.score < min(end, piece.running.score_end):
+                after, at = request.prompt[piece.score + 1 : end + 1], width - (end - piece.score)
+                following[row, at : at + len(after)] = after
+        forest = cache.chunks(
+            [(piece.running.row, piece.end) for piece in step.pieces],
+            size,
+            node_capacity=(EXPECTED_DEPTH + 1) * size,
+            page_capacity=self._num_pages,
+        )
+        needed, room = (
+            self._intervals.blocks_of_chunks(np.full(size, end), width) for end in (longest, self._max_context)
+        )
+        if room > _MANY_BLOCKS and needed <= room // _SHORT:
+            room //= _SHORT
+        return Chunks(forest, self._intervals.plan(forest, width, room), tokens, store, following)
+
+    def _row_options(self, step: Step) -> RowOptions:
+        """Return how each row draws; they stay on the device while the rows are the same."""
+        requests: list[Request | None] = [None] * self._rows
+        for running in step.drawing:
+            requests[running.row] = running.request
+        key = tuple(None if request is None else request.id for request in requests)
+        if self._options is None or self._options[0] != key:
+            params = [None if request is None else request.params for request in requests]
+            self._options = key, jax.device_put(RowOptions.of(params, self._config.vocab_size))
+        options = self._options[1]
+        masks = {running.row: running.request.mask for running in step.drawing if running.request.mask is not None}
+        if masks:
+            allowed = np.zeros(options.allowed.shape, np.uint32)
+            for row, mask in masks.items():
+                allowed[row] = allowed_words(mask, self._config.vocab_size)
+            options = options._replace(allowed=allowed)
+        return options
+
+    def _begin_history(self, running: Running) -> None:
+        """Set what a request with penalties has seen so far; nobody looks at that of the others."""
+        request, params = running.request, running.request.params
+        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0):
+            return
+        in_prompt = np.zeros(self._config.vocab_size, bool)
+        in_prompt[request.prompt] = True
+        generated = np.bincount(np.asarray(request.tokens, np.int64), minlength=self._config.vocab_size)
+        history = self._set_history(
+            self._carried.history, np.int32(running.row), in_prompt, generated.clip(max=65535).astype(np.uint16)
+        )
+        self._carried = self._carried._replace(history=history)
+
+
+@lru_cache(maxsize=8)
+def _program(graph: nnx.GraphDef[Decoder], steps: int, implementation: str | None) -> Callable[..., Any]:
+    """Return a jitted step; engines of one model have the same, so that a second one compiles nothing."""
+    return jax.jit(
+        lambda weights, *rest: run_step(nnx.merge(graph, weights), steps, implementation, *rest),
+        donate_argnums=(1, 2),
+    )

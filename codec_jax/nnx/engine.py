@@ -1,0 +1,464 @@
+"""An engine that requests enter and leave: one living forest, in which whatever was computed once is found again.
+
+    submit ─► queue ─► Scheduler ─► Step ─► Device ─► Outcome ─► tokens ─► updates
+                       who enters,                       │
+                       computes, draws                   │
+                          ▲                              │
+                          └───── the forest grows ◄──────┘
+
+The host is one step ahead: `step` schedules and dispatches a step, and then waits for the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from tokenizers import Tokenizer
+
+from codec_jax import checks
+from codec_jax.arrays import Integers
+from codec_jax.attention.backends import check_name
+from codec_jax.forest import PrefixCache
+from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.device import Device
+from codec_jax.nnx.engine_step import Outcome
+from codec_jax.nnx.landing import fetch, finish, take_scores, take_tokens, tell
+from codec_jax.nnx.memory import pages_that_fit
+from codec_jax.nnx.params import Matcher, SamplingParams
+from codec_jax.nnx.prefill import chunk_tokens
+from codec_jax.nnx.request import Request, Update
+from codec_jax.nnx.scheduler import Scheduler, Step
+from codec_jax.nnx.stats import Stats, count
+from codec_jax.nnx.text import TextStream
+
+
+class _Flight(NamedTuple):
+    """A step that has not landed: the host does not know yet what it brought."""
+
+    step: Step
+    outcome: Outcome | None  # None if there was nothing to run
+
+
+class Engine:
+    """Decodes requests that come at any time, and computes what they share once.
+
+    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
+    >>> one = engine.submit([1, 2, 3], SamplingParams(max_tokens=5))
+    >>> other = engine.submit([1, 2, 4], SamplingParams(max_tokens=3, temperature=0.0))
+    >>> sum(len(update.tokens) for update in engine.stream(other))
+    3
+    >>> while not engine.idle:
+    ...     news = engine.step()
+    >>> len(one.tokens), one.finish_reason
+    (5, 'length')
+
+    Prefixes stay while there is room, and longer if they are pinned; a request may be left, or go two ways:
+
+    >>> engine.warm_up()  # compiles everything now
+    >>> document = engine.pin(list(range(40)))
+    >>> answers = engine.submit_samples([*range(40), 7], 3, SamplingParams(max_tokens=8))
+    >>> news = engine.step(), engine.step()
+    >>> fork = engine.fork(answers[0], SamplingParams(max_tokens=12, seed=1))
+    >>> engine.abort(answers[1])
+    >>> [update.finish_reason for update in engine.stream(fork)][-1], answers[1].finish_reason
+    ('length', 'abort')
+    >>> engine.unpin(document)
+    >>> engine.update_weights(Decoder(config, nnx.Rngs(1)))
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        max_requests: int = 64,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        max_context: int | None = None,
+        prefill_tokens: int = 2048,
+        steps: int = 8,
+        room: float = 1.0,
+        tokenizer: Tokenizer | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        """Allocate the pages of the KV cache.
+
+        Args:
+          model: the decoder. The engine keeps the weights that it has now; `update_weights` takes new ones.
+          max_requests: rows (B): requests that are computed or decode at a time. Any number may wait.
+          num_pages: KV pages of each layer; defaults to what fits into the memory that the device has left.
+          page_size: tokens in a page.
+          max_context: tokens of prompt and text together, at most; defaults to what the pool holds.
+          prefill_tokens: tokens of prompts that a step computes beside requests that decode, at most.
+          steps: tokens that requests draw between two looks of the host, while no prompt is computed.
+          room: the share of `max_tokens` for which there must be pages before a request enters. With 1, all that are
+            inside can finish. With less, more are inside at a time, and one may have to give way, to be computed
+            again later.
+          tokenizer: for prompts given as text, the text of updates, and stop strings.
+          implementation: of `forest_attention`.
+
+        Raises ValueError for numbers that do not fit together.
+        """
+        checks.instance("model", model, Decoder)
+        check_name(implementation)
+        if not 0.0 <= checks.number("room", room) <= 1.0:
+            raise ValueError(f"room: expected a share in [0, 1], got {room}")
+        num_pages = pages_that_fit(model.config, page_size) if num_pages is None else num_pages
+        cache = PrefixCache.create(num_pages, page_size, checks.integer("max_requests", max_requests))
+        self.config, self.tokenizer = model.config, tokenizer
+        self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
+        self._page_size = page_size
+        self._chunk_tokens = width = max(chunk_tokens(page_size), 2 * page_size)
+        chunks = max(checks.integer("prefill_tokens", prefill_tokens) // width, 1)
+        sizes = {"steps": checks.integer("steps", steps), "chunks": chunks, "chunk_tokens": width}
+        self._scheduler = Scheduler(cache, room=room, **sizes)
+        self._device = Device(model, cache=cache, max_context=self.max_context, implementation=implementation, **sizes)
+        self._flight: _Flight | None = None
+        self._ids = itertools.count()
+        self._pins: dict[Request, Int[np.ndarray, " pages"] | None] = {}  # None: still to be computed
+        self._submitted = self._steps = self._generated = 0
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(
+        self,
+        prompt: str | Integers,
+        params: SamplingParams | None = None,
+        *,
+        on_update: Callable[[Request, Update], None] | None = None,
+    ) -> Request:
+        """Take a request; `step` works on it from then on.
+
+        Args:
+          prompt: token ids, or text if the engine has a tokenizer.
+          params: how it is decoded.
+          on_update: called with the request and what is new of it. An error that it raises ends this request.
+
+        Returns the request, which the engine fills in. Raises ValueError for one that can never be served.
+        """
+        params = SamplingParams() if params is None else params
+        checks.instance("params", params, SamplingParams)
+        request = Request(next(self._ids), self._tokens("prompt", prompt), params, on_update)
+        return self._submit(request, params.matcher)
+
+    def submit_samples(
+        self,
+        prompt: str | Integers,
+        samples: int,
+        params: SamplingParams | None = None,
+        *,
+        on_update: Callable[[Request, Update], None] | None = None,
+    ) -> list[Request]:
+        """Take several requests for one prompt, which is computed once; they draw from streams of their own.
+
+        Args:
+          prompt, params, on_update: as in `submit`.
+          samples: how many.
+
+        Raises what `submit` raises.
+        """
+        params = SamplingParams() if params is None else params
+        checks.instance("params", params, SamplingParams)
+        tokens = self._tokens("prompt", prompt)
+        streams = range(params.stream, params.stream + checks.integer("samples", samples))
+        return [self.submit(tokens, replace(params, stream=stream), on_update=on_update) for stream in streams]
+
+    def fork(
+        self,
+        request: Request,
+        params: SamplingParams | None = None,
+        *,
+        on_update: Callable[[Request, Update], None] | None = None,
+    ) -> Request:
+        """Take a request that goes on from where another one is now, finished or not.
+
+        Args:
+          request: the one to go on from; it is not changed.
+          params: how the new one is decoded; those of the other with the next random stream by default. `max_tokens`
+            counts the tokens that there are already.
+          on_update: as in `submit`.
+
+        Raises ValueError for `max_tokens` that are used up, and what `submit` raises.
+        """
+        checks.instance("request", request, Request)
+        if params is None:
+            params = replace(request.params, stream=request.params.stream + 1)
+        checks.instance("params", params, SamplingParams)
+        if len(request.tokens) >= params.max_tokens:
+            raise ValueError(
+                f"params: expected max_tokens above the {len(request.tokens)} tokens that request {request.id} has, "
+                f"got {params.max_tokens}"
+            )
+        new = Request(
+            next(self._ids), request.prompt, params, on_update,
+            tokens=list(request.tokens),
+            logprobs=list(request.logprobs),
+            top_logprobs=list(request.top_logprobs),
+        )  # fmt: skip
+        return self._submit(new, request.matcher if params.matcher is request.params.matcher else params.matcher)
+
+    def abort(self, request: Request) -> None:
+        """End a request with what it has; nothing happens to one that is finished.
+
+        Args:
+          request: one of this engine's.
+        """
+        checks.instance("request", request, Request)
+        if not request.finished:
+            finish(request, "abort")
+
+    def pin(self, prompt: str | Integers) -> Request:
+        """Compute a prefix, and keep it in the cache until `unpin`.
+
+        Args:
+          prompt: as in `submit`.
+
+        Returns a request that is finished when the prefix is there. Raises ValueError if that leaves too little room
+        for the requests that there are.
+        """
+        request = Request(next(self._ids), self._tokens("prompt", prompt), SamplingParams(max_tokens=0))
+        others = [*self._scheduler.queue, *(running.request for running in self._scheduler.running)]
+        largest = max(map(self._pages_alone, others), default=0)
+        room, pages = self._pages_unpinned() - largest, self._pages_alone(request)
+        if pages > room:
+            raise ValueError(
+                f"prompt: expected at most {max(room, 0)} pages of {self._page_size} tokens to pin, which leaves room "
+                f"for each of the requests that there are, got {pages}; unpin others or make the pool larger"
+            )
+        self._pins[self._submit(request, None)] = None
+        return request
+
+    def unpin(self, request: Request) -> None:
+        """Let the cache forget a prefix that was pinned.
+
+        Args:
+          request: what `pin` returned.
+
+        Raises ValueError for one that is not pinned.
+        """
+        if request not in self._pins:
+            raise ValueError(f"request: expected one that pin returned, and that is still pinned, got {request!r}")
+        self.abort(request)
+        pages = self._pins.pop(request)
+        if pages is not None:
+            self._scheduler.cache = self._scheduler.cache.unpin(pages)
+
+    # ------------------------------------------------------------------ work
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        waiting = any(not request.finished for request in self._scheduler.queue)
+        return not waiting and not self._scheduler.running and self._flight is None
+
+    @property
+    def stats(self) -> Stats:
+        """What was done so far, and what there is now."""
+        return count(self._scheduler, self._submitted, self._steps, self._generated)
+
+    def step(self) -> list[Request]:
+        """Dispatch the next step, and take in the one before: return the requests of which something is new.
+
+        An error of one request, such as logits that are not finite or a callback that raises, ends this request with
+        `finish_reason` "error" and is its `error`. The others go on.
+        """
+        news: list[Request] = []
+        # What a matcher allows depends on the last token: nothing is done ahead while there is one.
+        if any(running.request.matcher is not None for running in self._scheduler.running):
+            news = self._land()
+        step, flight = self._scheduler.schedule(), None
+        if step is not None:
+            outcome = None
+            if step.pieces or step.drawing:
+                outcome = self._device.dispatch(step, self._scheduler.cache, behind=self._flight is not None)
+                self._steps += 1
+            flight = _Flight(step, outcome)
+        news += self._land()
+        self._flight = flight
+        return news
+
+    def stream(self, request: Request) -> Iterator[Update]:
+        """Work until a request is finished, and yield what is new of it; the others are worked on as well.
+
+        Args:
+          request: one of this engine's.
+        """
+        checks.instance("request", request, Request)
+        tokens = text = 0
+        while True:
+            if len(request.tokens) > tokens or request.finished:
+                update = Update(request.tokens[tokens:], request.text[text:], request.finish_reason)
+                tokens, text = len(request.tokens), len(request.text)
+                yield update
+            if request.finished:
+                return
+            self.step()
+
+    def generate(
+        self, prompts: Sequence[str | Integers], params: SamplingParams | None = None, *, samples: int = 1
+    ) -> list[Request]:
+        """Complete prompts, and return the finished requests, prompt by prompt.
+
+        Args:
+          prompts: as in `submit`.
+          params: of all of them, as in `submit`.
+          samples: completions of each prompt.
+
+        Raises what `submit` raises, with nothing left to do.
+
+        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+        >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=2, num_pages=64)
+        >>> [len(request.tokens) for request in engine.generate([[1, 2], [3]], SamplingParams(max_tokens=4), samples=2)]
+        [4, 4, 4, 4]
+        """
+        requests: list[Request] = []
+        with self._aborting(requests):
+            for prompt in prompts:
+                requests += self.submit_samples(prompt, samples, params)
+            self._finish_all(requests)
+        return requests
+
+    def score(self, prompts: Sequence[Integers], completions: Sequence[Integers]) -> list[Float[np.ndarray, " tokens"]]:
+        """Return the log-probability of each token of given completions; what they share is computed once.
+
+        Args:
+          prompts: token ids.
+          completions: token ids of a completion of each prompt.
+
+        Raises ValueError for lists that do not belong together or do not fit, LogitsError for logits that are not
+        finite.
+
+        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+        >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
+        >>> [logprobs] = engine.score([[1, 2, 3]], [[4, 5]])
+        >>> logprobs.shape
+        (2,)
+        """
+        if len(prompts) != len(completions):
+            raise ValueError(f"completions: expected one for each of {len(prompts)} prompts, got {len(completions)}")
+        params = SamplingParams(max_tokens=0, prompt_logprobs=True)
+        requests: list[Request] = []
+        with self._aborting(requests):
+            for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+                given = self._tokens(f"prompts[{i}]", prompt)
+                tokens = np.concatenate([given, self._tokens(f"completions[{i}]", completion)])
+                requests.append(Request(next(self._ids), tokens, params, scored_from=len(given) - 1))
+                self._submit(requests[-1], None)
+            self._finish_all(requests)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return [np.asarray(request.prompt_logprobs, np.float32) for request in requests]
+
+    def update_weights(self, model: Decoder) -> None:
+        """Take the weights that a model has now. Nothing compiles; what the old ones computed is forgotten.
+
+        Running requests go on from what they have generated, computed again by the new weights.
+
+        Args:
+          model: a decoder of the same config.
+
+        Raises ValueError for another config, or weights of other shapes or dtypes.
+        """
+        self._device.update_weights(model)
+        self._land()
+        self._scheduler.requeue()
+        self._scheduler.cache = self._scheduler.cache.drop()
+        for request, pages in self._pins.items():
+            if pages is not None:
+                self._pins[request] = request.finish_reason = None
+                self._scheduler.queue.appendleft(request)
+
+    def warm_up(self) -> None:
+        """Compile what steps run, so that the first requests do not wait for it."""
+        self._device.warm_up(self._scheduler.cache)
+
+    # ------------------------------------------------------------------ on the way in
+
+    def _tokens(self, name: str, prompt: str | Integers) -> Int[np.ndarray, " tokens"]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{name}: expected token ids, for the engine has no tokenizer, got text")
+            prompt = self.tokenizer.encode(prompt).ids
+        tokens = checks.int_vector(name, prompt)
+        if not tokens.size:
+            raise ValueError(f"{name}: expected at least one token, got none")
+        checks.tokens(name, tokens, self.config.vocab_size)
+        return tokens
+
+    def _pages_alone(self, request: Request) -> int:
+        """Count the pages that a request takes if it shares nothing."""
+        return -(-(len(request.prompt) + max(request.params.max_tokens - 1, 0)) // self._page_size)
+
+    def _pages_unpinned(self) -> int:
+        return int(np.count_nonzero(self._scheduler.cache.pins == 0))
+
+    def _submit(self, request: Request, matcher: Matcher | None) -> Request:
+        params = request.params
+        params.check(self.config.vocab_size)
+        total, pages, room = len(request.prompt) + params.max_tokens, self._pages_alone(request), self._pages_unpinned()
+        if total > self.max_context:
+            raise ValueError(
+                f"prompt: expected at most max_context = {self.max_context} tokens together with max_tokens = "
+                f"{params.max_tokens}, got {total}"
+            )
+        if pages > room:
+            raise ValueError(
+                f"prompt: expected at most {room} pages for prompt and max_tokens, which the pool has beside what is "
+                f"pinned, got {pages}; generate fewer tokens, or make the pool larger"
+            )
+        if self.tokenizer is not None and params.max_tokens:
+            request.stream = TextStream(self.tokenizer, params.stop)
+            request.stream.push(request.tokens)
+            request.text = request.stream.text
+        elif params.stop:
+            raise ValueError("stop: expected no stop strings, for the engine has no tokenizer; use stop_tokens")
+        if matcher is not None:
+            request.matcher = matcher.deep_copy()
+            request.mask = request.matcher.compute_bitmask()
+        self._submitted += 1
+        self._scheduler.queue.append(request)
+        return request
+
+    @contextmanager
+    def _aborting(self, requests: list[Request]) -> Iterator[None]:
+        """Leave nothing behind where an error ends what these requests were for."""
+        try:
+            yield
+        except BaseException:
+            for request in requests:
+                self.abort(request)
+            raise
+
+    def _finish_all(self, requests: Sequence[Request]) -> None:
+        while not all(request.finished for request in requests):
+            self.step()
+
+    # ------------------------------------------------------------------ from the device
+
+    def _land(self) -> list[Request]:
+        """Wait for the step in flight, and take in what it brought."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        step, outcome = flight
+        news: list[Request] = []
+        if outcome is not None:
+            landed = fetch(step, outcome)
+            drawn = take_tokens(step, landed, self._scheduler)
+            news = [*drawn, *take_scores(step, landed, self._chunk_tokens)]
+            self._generated += sum(drawn.values())
+        for running in step.finishing:
+            if not (request := running.request).finished:
+                if request in self._pins:
+                    self._scheduler.cache, self._pins[request] = self._scheduler.cache.pin(running.row)
+                tell(request, [], "length")
+                news.append(request)
+        self._scheduler.land(step)
+        return list(dict.fromkeys(news))

@@ -1,0 +1,138 @@
+"""What a step brought, from the device to the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from codec_jax.errors import LogitsError
+from codec_jax.nnx.engine_step import Outcome
+from codec_jax.nnx.request import FinishReason, Request, Update
+from codec_jax.nnx.scheduler import Running, Scheduler, Step
+
+
+class Landed(NamedTuple):
+    """An `Outcome` on the host; empty arrays for what nobody has asked for."""
+
+    tokens: Int[np.ndarray, "B steps"]
+    logprobs: Float[np.ndarray, "B steps"]
+    top_tokens: Int[np.ndarray, "B steps 20"]
+    top_logprobs: Float[np.ndarray, "B steps 20"]
+    broken: Bool[np.ndarray, " B"]
+    scores: Float[np.ndarray, "C T"]
+
+
+def fetch(step: Step, outcome: Outcome) -> Landed:
+    """Wait for an outcome, and copy what somebody has asked for."""
+    tops = any(running.request.params.top_logprobs for running in step.drawing)
+    scores = any(piece.score < piece.running.score_end for piece in step.pieces)
+    nothing = np.zeros((*outcome.tokens.shape, 0))
+    return Landed(
+        *jax.device_get((
+            outcome.tokens,
+            outcome.logprobs,
+            outcome.top_tokens if tops else nothing,
+            outcome.top_logprobs if tops else nothing,
+            outcome.broken,
+            outcome.scores if scores else nothing,
+        ))
+    )  # fmt: skip
+
+
+def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Request, int]:
+    """Give the requests their tokens, and tell those who listen; return how many each got."""
+    drawn: dict[Running, list[int]] = {}
+    reasons: dict[Running, FinishReason | None] = {}
+    going = [running for running in step.drawing if not running.request.finished]
+    for running in going:
+        request, tokens = running.request, landed.tokens[running.row]
+        with _failing_alone(request):
+            _check_finite(~landed.broken[running.row], request)
+            drawn[running], reasons[running] = _accepted(request, tokens[tokens >= 0].tolist())
+    scheduler.grow(drawn)
+    for running, accepted in drawn.items():
+        row, request = running.row, running.request
+        request.tokens.extend(accepted)
+        request.logprobs.extend(landed.logprobs[row, : len(accepted)].tolist())
+        if count := request.params.top_logprobs:
+            tops = landed.top_tokens[row, : len(accepted), :count], landed.top_logprobs[row, : len(accepted), :count]
+            request.top_logprobs += [
+                dict(zip(*pair, strict=True)) for pair in zip(*(x.tolist() for x in tops), strict=True)
+            ]
+        tell(request, accepted, reasons[running])
+    return {running.request: len(drawn.get(running, ())) for running in going}
+
+
+def take_scores(step: Step, landed: Landed, chunk_tokens: int) -> list[Request]:
+    """Give the requests the log-probabilities of their prompts; return those that failed."""
+    failed: list[Request] = []
+    for row, piece in enumerate(step.pieces):
+        request, end = piece.running.request, min(piece.end, piece.running.score_end)
+        if piece.score < end and not request.finished:
+            at = chunk_tokens - piece.end
+            scores = landed.scores[row, at + piece.score : at + end]
+            with _failing_alone(request):
+                _check_finite(np.isfinite(scores).all(), request)
+                request.prompt_logprobs.extend(scores.tolist())
+            failed += [request] * request.finished
+    return failed
+
+
+def tell(request: Request, tokens: list[int], reason: FinishReason | None) -> None:
+    """Finish a request if there is a reason, and call back with its new tokens."""
+    before = len(request.text)
+    if reason is not None:
+        finish(request, reason)
+    elif request.stream is not None:
+        request.text = request.stream.text
+    if request.on_update is not None:
+        with _failing_alone(request):
+            request.on_update(request, Update(tokens, request.text[before:], reason))
+
+
+def finish(request: Request, reason: FinishReason) -> None:
+    """End a request."""
+    request.finish_reason = reason
+    if request.stream is not None:
+        request.stream.finish()
+        request.text, request.stream = request.stream.text, None
+
+
+def _accepted(request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Return those of newly drawn tokens that belong to a request, and why it ends with them, if it does."""
+    stop = tokens[-1] in request.params.stop_tokens
+    if request.stream is not None:
+        request.stream.push(tokens[: -1 if stop else None])
+        if request.stream.stopped:
+            tokens, stop = tokens[: request.stream.kept_tokens - len(request.tokens)], True
+    if request.matcher is not None:
+        for token in tokens:
+            if not request.matcher.consume_token(token):
+                raise ValueError(f"matcher: expected token {token} to be consumed, which it had allowed")
+        request.mask = request.matcher.compute_bitmask()
+        stop = stop or request.matcher.is_stopped()
+    at_end = len(request.tokens) + len(tokens) >= request.params.max_tokens
+    return tokens, "stop" if stop else "length" if at_end else None
+
+
+@contextmanager
+def _failing_alone(request: Request) -> Iterator[None]:
+    """End a request, and nothing else, with an error that is raised here."""
+    try:
+        yield
+    except Exception as error:
+        request.error = error
+        finish(request, "error")
+
+
+def _check_finite(finite: np.bool, request: Request) -> None:
+    """Raise LogitsError unless the logits of a request are finite."""
+    if not finite:
+        raise LogitsError(
+            f"logits: expected finite numbers, got others for request {request.id}; are the weights finite?"
+        )

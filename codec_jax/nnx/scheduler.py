@@ -1,0 +1,241 @@
+"""Who enters, who is computed, who decodes, and who has to give way: the engine's policy, without a model or a device.
+
+    queue      first come, first served; a request enters when a row is free, and pages for its prompt and for what all
+               those inside may still generate
+    chunks     prompts are computed in the order of entry, up to `chunks` of `chunk_tokens` tokens a step, each shared
+               node once; all but the last token of a prompt, which the request feeds when it begins to decode
+    decoding   all others add up to `steps` tokens, one beside chunks
+    giving way when pages run short, the request that entered last leaves and goes back to the head of the queue; what
+               it had stays in the cache as long as there is room
+
+A step is scheduled before it is known how the one before ended: `flying` tokens of a request may come or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from codec_jax.errors import LogitsError, OutOfPagesError
+from codec_jax.forest import PrefixCache
+from codec_jax.nnx.request import Request
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that has a row."""
+
+    request: Request
+    row: int
+    wanted: int  # tokens of its context to compute: all of them, but for the one that it feeds first
+    left: int  # tokens that it may draw in steps to come
+    scored: int  # the token from which on log-probabilities of the one that follows are missing, up to `score_end`
+    score_end: int
+    first: int | None  # the token to feed first, until it did
+    flying: int = 0  # tokens that steps in flight may add; 1 for the last step of one that draws nothing
+
+    @property
+    def scores_missing(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        return self.scored < self.score_end
+
+
+class Piece(NamedTuple):
+    """A chunk of a context: `chunk_tokens` tokens up to `end`, or what there is."""
+
+    running: Running
+    end: int
+    store: int  # the token from which on K and V are to be stored
+    score: int  # the token from which on log-probabilities are wanted
+
+
+class Step(NamedTuple):
+    """What to run."""
+
+    pieces: list[Piece]
+    drawing: dict[Running, int]  # tokens that each request may draw
+    first: dict[Running, int]  # the token to feed, for those that begin to draw
+    finishing: list[Running]  # those that draw nothing, and have all that was asked for after this step
+
+
+class Scheduler:
+    """Decides step by step; `cache` is the forest that results."""
+
+    def __init__(self, cache: PrefixCache, *, steps: int, chunks: int, chunk_tokens: int, room: float) -> None:
+        """Begin with an empty queue.
+
+        Args:
+          cache: the forest that requests enter.
+          steps: tokens that a request may draw in a step without chunks.
+          chunks: of prompts, in a step.
+          chunk_tokens: tokens of a chunk, a multiple of the page size, and at least two pages.
+          room: the share of what requests may still generate for which pages must be there before another one enters.
+        """
+        self.cache = cache
+        self.queue: deque[Request] = deque()
+        self.running: list[Running] = []  # in the order of entry
+        self.preempted = self.prompt_tokens = self.cached_tokens = 0  # counts
+        self._steps, self._chunks, self._chunk_tokens, self._room = steps, chunks, chunk_tokens, room
+
+    def schedule(self) -> Step | None:
+        """Return the next step; None if there is nothing to do before the one in flight has landed."""
+        self._leave([running for running in self.running if running.request.finished])
+        self._enter()
+        drawing = self._draw()
+        pieces = self._compute()
+        finishing = [x for x in self.running if x.first is None and not x.flying and self._is_complete(x)]
+        if not (pieces or drawing or finishing):
+            return None
+        for running in finishing:
+            running.flying += 1
+        first = {running: running.first for running in drawing if running.first is not None}
+        for running in first:
+            running.first = None
+        return Step(pieces, drawing, first, finishing)
+
+    def grow(self, drawn: Mapping[Running, list[int]]) -> None:
+        """Take the tokens that requests drew, before they are added to the requests.
+
+        The last one of each is not in the forest yet: K and V come when it is fed.
+
+        Args:
+          drawn: tokens by request, at least one each.
+        """
+        fed = {
+            running.row: [running.request.last_token, *tokens[:-1]]
+            for running, tokens in drawn.items()
+            if running in self.running
+        }
+        if fed:
+            self.cache = self.cache.append(fed)
+
+    def land(self, step: Step) -> None:
+        """Know that a step is no longer in flight.
+
+        Args:
+          step: the oldest one that was.
+        """
+        for running in step.finishing:
+            running.flying -= 1
+        for running, scheduled in step.drawing.items():
+            running.flying -= scheduled
+
+    def requeue(self) -> None:
+        """Send everybody back to the queue, as for new weights; nothing may be in flight."""
+        for running in reversed(self.running):
+            self._give_way(running)
+
+    # ------------------------------------------------------------------ inside or not
+
+    def _enter(self) -> None:
+        """Let requests in while there is a row, and room to finish."""
+        while self.queue:
+            request = self.queue[0]
+            if not request.finished:
+                if len(self.running) == len(self.cache.tree.leaf):
+                    return
+                context, params = request.context, request.params
+                left = params.max_tokens - len(request.tokens)
+                wanted = len(context) - (left > 0)
+                growing = [running.row for running in self.running if running.flying]
+                needed = self.cache.needed(context[:wanted], math.ceil(left * self._room), growing)
+                # One that is alone enters anyway: it would have been refused if the pool could not hold it.
+                if self.running and needed + self._promised() > self.cache.available:
+                    return
+                try:
+                    self.cache, rows = self.cache.add([context[:wanted]], growing)
+                except OutOfPagesError:  # nodes that end inside of pages take more of them than the tokens need
+                    if self.running:
+                        return
+                    self.cache, rows = self.cache.evict(self.cache.num_cached).add([context[:wanted]])
+                row = int(rows[0])
+                cached = self.cache.computed_tokens(row)
+                if not request.tokens:
+                    request.cached_tokens = cached
+                self.prompt_tokens += wanted
+                self.cached_tokens += cached
+                scored, score_end = len(context), 0
+                if params.prompt_logprobs:
+                    scored = request.scored_from + len(request.prompt_logprobs)
+                    score_end = len(request.prompt) - 1
+                first = request.last_token if left else None
+                self.running.append(Running(request, row, wanted, left, scored, score_end, first))
+            self.queue.popleft()
+
+    def _promised(self) -> int:
+        """Count the pages that those inside may still take."""
+        page_size = self.cache.tree.page_size
+        growth = [running.flying + math.ceil(running.left * self._room) for running in self.running]
+        return sum(-(-tokens // page_size) for tokens in growth)
+
+    def _leave(self, leaving: list[Running]) -> None:
+        # Nobody else is to read what made logits that are not finite.
+        if broken := [running.row for running in leaving if isinstance(running.request.error, LogitsError)]:
+            self.cache = self.cache.forget(broken)
+        if leaving:
+            self.cache = self.cache.retire([running.row for running in leaving])
+            self.running = [running for running in self.running if running not in leaving]
+
+    def _give_way(self, running: Running) -> None:
+        self._leave([running])
+        if not self.running:  # alone it finds room if nothing that it left is in its way
+            self.cache = self.cache.evict(self.cache.num_cached)
+        self.queue.appendleft(running.request)
+
+    # ------------------------------------------------------------------ what they do
+
+    def _is_computed(self, running: Running) -> bool:
+        return self.cache.computed_tokens(running.row) >= running.wanted
+
+    def _is_complete(self, running: Running) -> bool:
+        return running.left == 0 and self._is_computed(running) and not running.scores_missing
+
+    def _draw(self) -> dict[Running, int]:
+        """Make room for those whose context is there, and say how many tokens they may draw."""
+        ready = [running for running in self.running if self._is_computed(running)]
+        alone = len(ready) == len(self.running) and all(x.request.params.matcher is None for x in ready)
+        count = self._steps if alone else 1
+        while drawing := {running: min(count, running.left) for running in ready if running.left}:
+            tokens = np.zeros(len(self.cache.tree.leaf), np.int64)
+            for running, drawn in drawing.items():
+                tokens[running.row] = running.flying + drawn
+            try:
+                self.cache = self.cache.reserve(tokens, [running.row for running in drawing])
+            except OutOfPagesError:
+                ready = [running for running in ready if running is not self.running[-1]]
+                self._give_way(self.running[-1])
+                self.preempted += 1
+                continue
+            for running, drawn in drawing.items():
+                running.left -= drawn
+                running.flying += drawn
+            break
+        return drawing
+
+    def _compute(self) -> list[Piece]:
+        """Cut what is still to be computed into chunks."""
+        pieces: list[Piece] = []
+        for running in self.running:
+            while len(pieces) < self._chunks and not (self._is_computed(running) and not running.scores_missing):
+                pieces.append(self._next_piece(running))
+                end = pieces[-1].end
+                self.cache = self.cache.mark_computed(running.row, end)
+                running.scored = max(running.scored, end)
+        return pieces
+
+    def _next_piece(self, running: Running) -> Piece:
+        computed, ends = self.cache.computed_tokens(running.row), self.cache.node_ends(running.row)
+        begin = min(computed, running.scored)
+        limit = min(begin + self._chunk_tokens, running.wanted)
+        if computed < running.wanted:  # what is stored goes to one node
+            limit = min(limit, int(ends[np.searchsorted(ends, computed, side="right")]))
+        # A chunk ends where a node does, or one of its pages.
+        node = int(np.searchsorted(ends, limit))
+        start, page_size = int(ends[node - 1]) if node else 0, self.cache.tree.page_size
+        end = limit if limit == ends[node] else start + (limit - start) // page_size * page_size
+        return Piece(running, end, computed, min(running.scored, end))

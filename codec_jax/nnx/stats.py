@@ -1,0 +1,43 @@
+"""What an engine has done, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from codec_jax.nnx.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts since the engine was made, and what there is now."""
+
+    submitted: int
+    finished: int
+    preempted: int  # requests that had to leave, to be computed again
+    steps: int
+    prompt_tokens: int  # of requests that entered
+    cached_tokens: int  # of those, found in the cache
+    generated_tokens: int
+    waiting: int
+    running: int
+    free_pages: int
+    cached_pages: int  # of prefixes that nobody reads now
+
+
+def count(scheduler: Scheduler, submitted: int, steps: int, generated_tokens: int) -> Stats:
+    """Count what a scheduler has done and has now, beside what the engine says of itself."""
+    waiting = sum(not request.finished for request in scheduler.queue)
+    running = sum(not running.request.finished for running in scheduler.running)
+    return Stats(
+        submitted=submitted,
+        finished=submitted - waiting - running,
+        preempted=scheduler.preempted,
+        steps=steps,
+        prompt_tokens=scheduler.prompt_tokens,
+        cached_tokens=scheduler.cached_tokens,
+        generated_tokens=generated_tokens,
+        waiting=waiting,
+        running=running,
+        free_pages=scheduler.cache.pool.num_free,
+        cached_pages=scheduler.cache.num_cached,
+    )

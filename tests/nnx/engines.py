@@ -1,0 +1,50 @@
+"""What the engine's tests share: engines over the model of the other tests, and what must hold when they are idle."""
+
+import numpy as np
+from cases import CONTEXT, PAGE_SIZE, Dense
+
+from codec_jax.nnx import Decoder
+from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.request import Request
+
+
+def make_engine(model: Decoder, **changes: object) -> Engine:
+    options = {
+        "max_requests": 6, "num_pages": 96, "page_size": PAGE_SIZE, "max_context": CONTEXT, "prefill_tokens": 384,
+        "steps": 4,
+    }  # fmt: skip
+    engine = Engine(model, **(options | changes))
+    engine.warm_up()
+    return engine
+
+
+def greedy(max_tokens: int = 20, **options: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)
+
+
+def run(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
+    engine.step()  # those that have finished leave
+    assert engine.idle
+    assert engine.stats.running == 0
+
+
+def assert_no_page_leaked(engine: Engine) -> None:
+    """Every page is free or cached; once the cache is forgotten, all are free."""
+    run(engine)
+    cache = engine._scheduler.cache
+    assert cache.pool.num_free + len(cache.tree.page_ids) == cache.pool.num_pages
+    assert len(np.unique(cache.tree.page_ids)) == len(cache.tree.page_ids)
+    assert cache.drop().pool.num_free == cache.pool.num_pages
+
+
+def assert_alone(request: Request, dense: Dense) -> None:
+    """A greedy request has the tokens and log-probabilities that the dense model gives it alone."""
+    prompt = request.prompt.tolist()
+    if not request.tokens:
+        return
+    logits = dense.all_logits((*prompt, *request.tokens))[len(prompt) - 1 : -1]
+    assert request.tokens == logits.argmax(axis=-1).tolist()
+    np.testing.assert_allclose(request.logprobs, dense.logprobs(prompt, request.tokens), atol=2e-4)

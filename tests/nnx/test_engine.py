@@ -1,0 +1,325 @@
+"""Each request of an engine gets what it gets alone, whatever else happens; nothing leaks, and nothing compiles."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from cases import CONTEXT, DOCUMENT, LONG, PROMPTS, QUESTIONS, VOCAB, Dense, Setup
+from engines import assert_alone, assert_no_page_leaked, greedy, make_engine, run
+from flax import nnx
+
+from codec_jax.errors import LogitsError
+from codec_jax.nnx import Decoder
+from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.request import Request, Update
+
+
+@pytest.fixture(scope="module")
+def shared(setup: Setup) -> Engine:
+    return make_engine(setup.dense.model)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    yield shared
+    assert_no_page_leaked(shared)
+
+
+@pytest.fixture(scope="module")
+def tight(setup: Setup) -> Engine:
+    """Pages for little more than one long request, and everybody may enter who has room for the prompt."""
+    return make_engine(setup.dense.model, num_pages=26, room=0.0)
+
+
+def random_prompt(rng: np.random.Generator) -> list[int]:
+    """A prompt that shares something with others, most of the time."""
+    start = [LONG, DOCUMENT, *PROMPTS][rng.integers(2 + len(PROMPTS))]
+    return [*start[: rng.integers(0, min(len(start), 100))], *rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()]
+
+
+# --- Alone or not ------------------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens_equal_decoding_alone(engine: Engine, dense: Dense) -> None:
+    requests = [engine.submit(prompt, greedy()) for prompt in [*PROMPTS, *PROMPTS, [7]]]
+    run(engine)
+    for request in requests:
+        assert request.finish_reason == "length"
+        assert len(request.tokens) == 20
+        assert_alone(request, dense)
+
+
+def test_what_was_computed_once_is_found_again(engine: Engine, dense: Dense) -> None:
+    [first] = engine.generate([LONG[:90]], greedy(10))
+    turn = [*LONG[:90], *first.tokens, *QUESTIONS[0]]
+    [second] = engine.generate([turn], greedy(10))
+    assert second.cached_tokens >= 96  # all whole pages of prompt and answer
+    assert_alone(second, dense)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["shared", "tight"])
+def test_random_traces(name: str, seed: int, request: pytest.FixtureRequest, dense: Dense) -> None:
+    engine: Engine = request.getfixturevalue(name)
+    rng = np.random.default_rng(seed)
+    preempted = engine.stats.preempted
+    requests: list[Request] = []
+    pins: list[Request] = []
+    for _ in range(120):
+        event = rng.random()
+        if event < 0.35:
+            prompt = random_prompt(rng)
+            requests.append(engine.submit(prompt, greedy(int(rng.integers(1, min(40, CONTEXT - len(prompt)))))))
+        elif event < 0.40 and requests:
+            engine.abort(requests[rng.integers(len(requests))])
+        elif event < 0.45 and requests:
+            source = requests[rng.integers(len(requests))]
+            if len(source.prompt) + len(source.tokens) + 9 <= CONTEXT:
+                requests.append(engine.fork(source, greedy(len(source.tokens) + int(rng.integers(1, 9)))))
+        elif event < 0.47:
+            if len(pins) == 2:
+                engine.unpin(pins.pop(0))
+            else:
+                pins.append(engine.pin(DOCUMENT[: rng.integers(1, 37)]))
+        else:
+            engine.step()
+    run(engine)
+    for pin in pins:
+        engine.unpin(pin)
+    for each in requests:
+        assert each.finish_reason in ("length", "abort")
+        assert_alone(each, dense)
+    assert {each.finish_reason for each in requests} == {"length", "abort"}
+    if name == "tight":
+        assert engine.stats.preempted > preempted
+    assert_no_page_leaked(engine)
+
+
+def test_seeds_give_the_same_tokens_in_any_company(engine: Engine) -> None:
+    params = SamplingParams(
+        max_tokens=15, temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, seed=3, repetition_penalty=1.3,
+        presence_penalty=0.2, frequency_penalty=0.1, logit_bias={5: 2.0},
+    )  # fmt: skip
+    alone = engine.submit_samples(PROMPTS[0], 2, params)
+    run(engine)
+    company = [engine.submit(prompt, SamplingParams(max_tokens=30, seed=9)) for prompt in PROMPTS]
+    engine.step()
+    again = engine.submit_samples(PROMPTS[0], 2, params)
+    run(engine)
+    assert [request.tokens for request in again] == [request.tokens for request in alone]
+    assert alone[0].tokens != alone[1].tokens
+    assert all(len(request.tokens) == 30 for request in company)
+
+
+def test_a_fork_goes_on_from_where_its_source_is(engine: Engine, dense: Dense) -> None:
+    source = engine.submit(PROMPTS[0], greedy(40))
+    while len(source.tokens) < 10:
+        engine.step()
+    before = list(source.tokens)
+    same, other = engine.fork(source, greedy(40)), engine.fork(source, SamplingParams(max_tokens=40, seed=1))
+    run(engine)
+    assert_alone(source, dense)
+    assert same.tokens == source.tokens
+    assert other.tokens[: len(before)] == before
+    assert other.tokens != source.tokens
+    np.testing.assert_allclose(other.logprobs, dense.logprobs(PROMPTS[0], other.tokens), atol=2e-4)
+
+
+# --- What comes with the tokens ----------------------------------------------------------------------------------
+
+
+def test_log_probabilities_of_prompts_and_completions(engine: Engine, dense: Dense) -> None:
+    for _ in range(2):  # what is cached is scored alike
+        prompts = [*PROMPTS, LONG[:140]]
+        requests = [engine.submit(prompt, greedy(4, prompt_logprobs=True)) for prompt in prompts]
+        pairs = [(PROMPTS[0], LONG[:70]), (PROMPTS[0], [3]), (LONG[:3], LONG[3:150]), (PROMPTS[0], LONG[:70])]
+        scores = engine.score(*zip(*pairs, strict=True))
+        run(engine)
+        for request, prompt in zip(requests, prompts, strict=True):
+            np.testing.assert_allclose(request.prompt_logprobs, dense.logprobs(prompt[:1], prompt[1:]), atol=2e-4)
+            assert_alone(request, dense)
+        for (prompt, completion), got in zip(pairs, scores, strict=True):
+            np.testing.assert_allclose(got, dense.logprobs(prompt, completion), atol=2e-4)
+
+
+def test_top_logprobs_are_those_of_the_model(engine: Engine, dense: Dense) -> None:
+    request = engine.submit(PROMPTS[1], SamplingParams(max_tokens=6, top_logprobs=5, temperature=2.0))
+    run(engine)
+    for i, tops in enumerate(request.top_logprobs):
+        logits = dense.logits([*PROMPTS[1], *request.tokens[:i]]).astype(np.float64)
+        want = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+        assert list(tops) == np.argsort(-want)[:5].tolist()
+        np.testing.assert_allclose(list(tops.values()), np.sort(want)[::-1][:5], atol=2e-4)
+
+
+def test_stop_tokens_end_a_request(engine: Engine, dense: Dense) -> None:
+    text = dense.greedy(PROMPTS[0], 20)
+    stop = next(token for i, token in enumerate(text) if i > 4 and token not in text[:i])
+    request = engine.submit(PROMPTS[0], greedy(20, stop_tokens=[stop]))
+    run(engine)
+    assert request.tokens == text[: text.index(stop) + 1]
+    assert request.finish_reason == "stop"
+
+
+class Only:
+    """A constraint: tokens of a set, and a stop after so many."""
+
+    def __init__(self, tokens: set[int], count: int) -> None:
+        self.tokens, self.count = tokens, count
+
+    def compute_bitmask(self) -> bytes:
+        bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+        bits[list(self.tokens)] = 1
+        return np.packbits(bits, bitorder="little").tobytes()
+
+    def consume_token(self, token: int) -> bool:
+        self.count -= 1
+        return token in self.tokens
+
+    def is_stopped(self) -> bool:
+        return self.count <= 0
+
+    def deep_copy(self) -> "Only":
+        return type(self)(self.tokens, self.count)
+
+
+def test_a_matcher_says_what_may_come_and_when_it_ends(engine: Engine, dense: Dense) -> None:
+    others = [engine.submit(prompt, greedy()) for prompt in PROMPTS]
+    matcher = Only({3, 11, 40}, 7)
+    request = engine.submit(PROMPTS[0], greedy(20, matcher=matcher))
+    again = engine.submit(PROMPTS[0], greedy(20, matcher=matcher))  # each has a copy
+    run(engine)
+    want: list[int] = []
+    while len(want) < 7:
+        want.append(max(matcher.tokens, key=lambda token: dense.logits([*PROMPTS[0], *want])[token]))
+    assert request.tokens == again.tokens == want
+    assert request.finish_reason == "stop"
+    for other in others:
+        assert_alone(other, dense)
+
+
+# --- Others are not harmed ---------------------------------------------------------------------------------------
+
+
+def test_errors_of_one_request_leave_the_others_alone(engine: Engine, dense: Dense) -> None:
+    class Broken(Only):
+        def consume_token(self, token: int) -> bool:
+            raise RuntimeError("no grammar")
+
+    def fails(request: Request, update: Update) -> None:
+        if len(request.tokens) > 6:
+            raise OSError("nobody listens")
+
+    heard: list[Update] = []
+    good = engine.submit(PROMPTS[0], greedy(), on_update=lambda _, update: heard.append(update))
+    bad = engine.submit(PROMPTS[0], greedy(), on_update=fails)
+    worse = engine.submit(PROMPTS[0], greedy(matcher=Broken({1}, 9)))
+    gone = engine.submit(PROMPTS[2], greedy())
+    engine.step()
+    engine.abort(gone)
+    run(engine)
+    assert isinstance(bad.error, OSError)
+    assert isinstance(worse.error, RuntimeError)
+    assert (bad.finish_reason, worse.finish_reason, gone.finish_reason) == ("error", "error", "abort")
+    assert_alone(good, dense)
+    assert [token for update in heard for token in update.tokens] == good.tokens
+    assert [update.finish_reason for update in heard][-2:] == [None, "length"]
+
+
+def test_requests_that_can_never_fit_are_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"prompt: expected at most max_context = 160 tokens together"):
+        engine.submit(LONG[:150], greedy(11))
+    with pytest.raises(ValueError, match=r"prompt: expected at least one token, got none"):
+        engine.submit([], greedy())
+    with pytest.raises(ValueError, match=rf"prompt: expected tokens in \[0, {VOCAB}\), got prompt\[1\] = {VOCAB}"):
+        engine.submit([1, VOCAB], greedy())
+    with pytest.raises(ValueError, match=r"stop: expected no stop strings, for the engine has no tokenizer"):
+        engine.submit([1], greedy(stop=["x"]))
+    with pytest.raises(ValueError, match=r"prompt: expected token ids, for the engine has no tokenizer, got text"):
+        engine.submit("text", greedy())
+    with pytest.raises(ValueError, match=r"params: expected max_tokens above the 0 tokens that request"):
+        engine.fork(engine.submit([1], greedy(0)), greedy(0))
+    assert engine.idle or engine.stats.waiting == 1
+
+
+def test_pins_stay_and_leave_room_for_the_others(setup: Setup, dense: Dense) -> None:
+    engine = make_engine(setup.dense.model, num_pages=24, max_context=160)
+    pin = engine.pin(DOCUMENT)
+    run(engine)
+    assert pin.finish_reason == "length"
+    for start in range(6):  # the rest of the pool is used again and again
+        assert_alone(engine.generate([LONG[start : start + 110]], greedy(20))[0], dense)
+    [request] = engine.generate([[*DOCUMENT, 1, 2]], greedy(8))
+    assert request.cached_tokens >= 32
+    with pytest.raises(ValueError, match=r"prompt: expected at most 19 pages for prompt and max_tokens"):
+        engine.submit(LONG[:140], greedy(18))
+    waiting = engine.submit(LONG[:140], greedy(10))
+    with pytest.raises(ValueError, match=r"prompt: expected at most 0 pages of 8 tokens to pin"):
+        engine.pin([1, 2, 3])
+    run(engine)
+    assert_alone(waiting, dense)
+    engine.unpin(pin)
+    with pytest.raises(ValueError, match=r"request: expected one that pin returned"):
+        engine.unpin(pin)
+    assert_no_page_leaked(engine)
+
+
+def test_logits_that_are_not_finite_end_their_request_and_are_not_cached(setup: Setup) -> None:
+    graph, weights = nnx.split(setup.dense.model)
+    broken = jax.tree.map(lambda x: x, weights)
+    broken["embedding"]["embedding"][...] = weights["embedding"]["embedding"][...].at[13].set(np.nan)
+    engine = make_engine(nnx.merge(graph, broken))
+    good, bad = engine.submit([1, 2, 3], greedy(5)), engine.submit([1, 2, 13, *range(12)], greedy(5))
+    run(engine)
+    assert good.finish_reason == "length"
+    assert isinstance(bad.error, LogitsError)
+    with pytest.raises(LogitsError, match="logits: expected finite numbers"):
+        engine.score([[1]], [[13, 2]])
+    assert engine._scheduler.cache.match([1, 2, 13, *range(12)]).length == 0
+
+
+# --- Steady state ------------------------------------------------------------------------------------------------
+
+
+def test_new_weights_are_used_at_once_and_nothing_compiles(engine: Engine, dense: Dense, compilations: list) -> None:
+    graph, weights = nnx.split(dense.model)
+    other = Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+    other.logits(PROMPTS[0])  # compiles here
+    pin = engine.pin(DOCUMENT)
+    run(engine)
+    running = engine.submit(PROMPTS[0], greedy(30))
+    while len(running.tokens) < 10:
+        engine.step()
+    before = list(running.tokens)
+    del compilations[:]
+    engine.update_weights(other.model)
+    run(engine)
+    [again] = engine.generate([PROMPTS[0]], greedy())
+    engine.unpin(pin)
+    engine.update_weights(dense.model)
+    [back] = engine.generate([PROMPTS[0]], greedy())
+    assert not compilations
+    assert before == dense.greedy(PROMPTS[0], 30)[: len(before)]
+    assert running.tokens[len(before) :] == other.greedy([*PROMPTS[0], *before], 30 - len(before))
+    assert_alone(again, other)
+    assert again.cached_tokens >= 32  # the pinned prefix was computed again
+    assert_alone(back, dense)
+    with pytest.raises(ValueError, match=r"model: expected weights of the config, shapes and dtypes"):
+        engine.update_weights(Decoder(dataclasses.replace(dense.model.config, num_layers=1), nnx.Rngs(0)))
+
+
+def test_nothing_compiles_while_2000_requests_pass(engine: Engine, compilations: list) -> None:
+    rng = np.random.default_rng(5)
+    del compilations[:]
+    texts = [random_prompt(rng) for _ in range(300)]
+    for i in range(2000):
+        options = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_logprobs": 3}, {"logit_bias": {1: 2.0}}][i % 5]
+        max_tokens = 1 + int(rng.geometric(0.3))
+        engine.submit(texts[i % 300], SamplingParams(max_tokens=max_tokens, prompt_logprobs=i % 50 == 0, **options))
+        if i % 40 == 39:
+            run(engine)
+    assert not compilations
+    assert engine.stats.waiting == 0

@@ -1,0 +1,157 @@
+"""The engine's policy, without a model: everybody finishes, in order, and no page is lost, whatever happens."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from codec_jax.forest import PrefixCache
+from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.request import Request
+from codec_jax.nnx.scheduler import Running, Scheduler, Step
+
+PAGE_SIZE, CHUNK = 8, 16
+
+
+class Simulation:
+    """A device that draws the sum of a context, one step behind the scheduler."""
+
+    def __init__(self, num_pages: int, rows: int, *, room: float = 1.0, steps: int = 3, chunks: int = 4) -> None:
+        cache = PrefixCache.create(num_pages, PAGE_SIZE, rows)
+        self.scheduler = Scheduler(cache, steps=steps, chunks=chunks, chunk_tokens=CHUNK, room=room)
+        self.flight: Step | None = None
+        self.entered: list[Request] = []
+        self.count = 0
+
+    def submit(self, prompt: list[int], max_tokens: int) -> Request:
+        request = Request(self.count, np.asarray(prompt, np.int64), SamplingParams(max_tokens=max_tokens))
+        self.count += 1
+        self.scheduler.queue.append(request)
+        return request
+
+    def step(self) -> Step | None:
+        inside = {running.request for running in self.scheduler.running}
+        step = self.scheduler.schedule()
+        self.entered += [x.request for x in self.scheduler.running if x.request not in inside]
+        if step is not None:
+            self.check(step)
+        self.land()
+        self.flight = step
+        return step
+
+    def check(self, step: Step) -> None:
+        """Chunks build on what is there, in whole pages; whoever draws has its context and pages for the tokens."""
+        cache = self.scheduler.cache
+        assert len(step.pieces) <= 4
+        for piece in step.pieces:
+            assert piece.store < piece.end <= piece.store + CHUNK
+        for running, count in step.drawing.items():
+            assert cache.computed_tokens(running.row) >= running.wanted
+            assert 1 <= count <= (1 if step.pieces else 3)
+            room = cache.tree.page_count[cache.tree.leaf[running.row]] * PAGE_SIZE
+            assert cache.tree.length[cache.tree.leaf[running.row]] + running.flying <= room
+
+    def land(self) -> None:
+        step, self.flight = self.flight, None
+        if step is None:
+            return
+        drawn: dict[Running, list[int]] = {}
+        for running, count in step.drawing.items():
+            context = running.request.context.tolist()
+            if not running.request.finished:
+                drawn[running] = []
+                for _ in range(count):
+                    drawn[running].append(sum(context) % 7)
+                    context.append(drawn[running][-1])
+        self.scheduler.grow(drawn)
+        for running, tokens in drawn.items():
+            running.request.tokens += tokens
+            if len(running.request.tokens) == running.request.params.max_tokens:
+                running.request.finish_reason = "length"
+        for running in step.finishing:
+            running.request.finish_reason = running.request.finish_reason or "length"
+        self.scheduler.land(step)
+
+    def run(self) -> None:
+        for _ in range(100_000):
+            if self.step() is None and not self.scheduler.queue and not self.scheduler.running:
+                return
+        raise AssertionError("somebody waits for ever")
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    context = list(prompt)
+    for _ in range(count):
+        context.append(sum(context) % 7)
+    return context[len(prompt) :]
+
+
+@pytest.mark.parametrize(("num_pages", "room"), [(400, 1.0), (24, 1.0), (24, 0.0), (24, 0.3)])
+def test_10000_operations_lose_nothing(num_pages: int, room: float) -> None:
+    rng = np.random.default_rng(num_pages)
+    simulation = Simulation(num_pages, 5, room=room)
+    waiting: deque[Request] = deque()
+    for _ in range(10_000 // 4):
+        event = rng.random()
+        if event < 0.3:
+            prompt = [*rng.integers(0, 2, rng.integers(1, 3)).repeat(rng.integers(1, 40)), *rng.integers(0, 3, 4)]
+            waiting.append(simulation.submit(prompt, int(rng.integers(0, 40))))
+        elif event < 0.33 and waiting:
+            aborted = waiting[rng.integers(len(waiting))]
+            aborted.finish_reason = aborted.finish_reason or "abort"
+        elif event < 0.34:
+            simulation.land()
+            simulation.scheduler.requeue()
+        else:
+            simulation.step()
+        while waiting and waiting[0].finished:
+            request = waiting.popleft()
+            assert request.tokens == expected(request.prompt.tolist(), len(request.tokens))
+            assert request.finish_reason == "abort" or len(request.tokens) == request.params.max_tokens
+    simulation.run()
+    assert all(request.finished for request in waiting)
+    assert (simulation.scheduler.preempted > 0) == (room < 1.0)
+    cache = simulation.scheduler.cache
+    assert cache.pool.num_free + len(np.unique(cache.tree.page_ids)) == num_pages
+    assert cache.drop().pool.num_free == num_pages
+
+
+def test_first_come_first_served() -> None:
+    simulation = Simulation(24, 3)
+    requests = [simulation.submit([i] * (5 + 13 * (i % 5)), 20) for i in range(30)]
+    simulation.run()
+    assert simulation.entered == requests
+
+
+def test_a_request_enters_when_there_is_room_to_finish() -> None:
+    """Three pages of prompt and five of text: of 20 pages, two such requests take 16, and a third has to wait."""
+    simulation = Simulation(20, 8)
+    requests = [simulation.submit([i] * 25, 40) for i in range(3)]
+    simulation.step()
+    assert [running.request for running in simulation.scheduler.running] == requests[:2]
+    simulation.run()
+    assert all(request.tokens == expected(request.prompt.tolist(), 40) for request in requests)
+
+
+def test_a_long_prompt_is_computed_beside_those_that_decode() -> None:
+    simulation = Simulation(200, 2, chunks=2)
+    short = simulation.submit([1, 2, 3], 100)
+    simulation.step()
+    simulation.submit([0] * 1000, 1)
+    while not short.finished:
+        before = len(short.tokens)
+        step = simulation.step()
+        assert step is None or len(step.pieces) <= 2
+        assert short.finished or len(short.tokens) > before or before == 0
+    simulation.run()
+
+
+def test_samples_of_a_prompt_are_computed_once() -> None:
+    simulation = Simulation(200, 8)
+    for _ in range(8):
+        simulation.submit([3] * 100, 10)
+    simulation.run()
+    scheduler = simulation.scheduler
+    assert (scheduler.prompt_tokens, scheduler.cached_tokens) == (8 * 99, 0)
+    assert scheduler.cache.match([3] * 99).length == 99
+    assert len(scheduler.cache.tree.page_ids) <= 13 + 8 * 2
