@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from codec_jax import checks
-from codec_jax.arrays import Integers, expand, padded
+from codec_jax.arrays import Integers, bucket, expand, padded
 from codec_jax.errors import OutOfPagesError, OutOfSlotsError
 from codec_jax.forest import edits
 from codec_jax.forest.depth_first import Order, depth_first
@@ -469,9 +469,9 @@ class PrefixCache:
 
         Args:
           requests: those to show.
-          node_capacity, page_capacity: as in `Forest.from_nodes`.
+          node_capacity, page_capacity: as in `Forest.from_nodes`; they grow when they must.
 
-        Raises ValueError if a request is not in use, or a capacity is too small.
+        Raises ValueError if a request is not in use.
 
         >>> cache, _ = PrefixCache.create(64, 16, 4).add([range(100), [*range(48), 7]])
         >>> cache.view([1])
@@ -479,7 +479,7 @@ class PrefixCache:
         """
         read = edits.read_nodes(edits.only(self.tree, requests))
         merged = edits.merge_chains(read, np.full(len(read.parent), True))
-        return Forest.build(edits.compact(merged), None, node_capacity, page_capacity)
+        return _built(edits.compact(merged), node_capacity, page_capacity)
 
     def chunks(
         self,
@@ -495,7 +495,7 @@ class PrefixCache:
           pieces: (request, end) for each row: the row's context is the first `end` tokens of the request's. A page of
             the node that holds the last of them ends there, or the node itself.
           rows: request slots of the forest; those after the pieces are free.
-          node_capacity, page_capacity: as in `Forest.from_nodes`.
+          node_capacity, page_capacity: as in `view`.
 
         Raises ValueError if a request is not in use, a piece ends elsewhere, or there are too few rows.
 
@@ -516,7 +516,7 @@ class PrefixCache:
         checks.each("pieces", end, fits, "ends of pages or nodes of the request's context")
         tree, ends = edits.cut(self.tree, node, offset)
         tree = tree._replace(leaf=padded(ends, rows, NO_NODE).astype(np.int64))
-        return Forest.build(edits.compact(edits.read_nodes(tree)), None, node_capacity, page_capacity)
+        return _built(edits.compact(edits.read_nodes(tree)), node_capacity, page_capacity)
 
     # ------------------------------------------------------------------ internals
 
@@ -584,3 +584,13 @@ def _tokens(name: str, value: Integers) -> Int[np.ndarray, " tokens"]:
     tokens = checks.int_vector(name, value).astype(np.int32)
     checks.each(name, tokens, tokens >= 0, "no negative tokens")
     return tokens
+
+
+def _built(tree: Tree, node_capacity: int | None, page_capacity: int | None) -> Forest:
+    """Build a forest with capacities that hold the tree."""
+
+    def capacity(name: str, given: int | None, used: int) -> int | None:
+        return None if given is None else bucket(used, minimum=checks.integer(name, given))
+
+    nodes = capacity("node_capacity", node_capacity, len(tree.parent))
+    return Forest.build(tree, None, nodes, capacity("page_capacity", page_capacity, len(tree.page_ids)))

@@ -37,6 +37,7 @@ class Running:
     scored: int  # the token from which on log-probabilities of the one that follows are missing, up to `score_end`
     score_end: int
     first: int | None  # the token to feed first, until it did
+    computed: bool = False  # whether `wanted` tokens are there
     flying: int = 0  # tokens that steps in flight may add; 1 for the last step of one that draws nothing
 
     @property
@@ -133,8 +134,9 @@ class Scheduler:
     # ------------------------------------------------------------------ inside or not
 
     def _enter(self) -> None:
-        """Let requests in while there is a row, and room to finish."""
-        while self.queue:
+        """Let requests in while there is a row, and room to finish; no more at a time than chunks are computed."""
+        entries = len(self.running) + self._chunks
+        while self.queue and len(self.running) < entries:
             request = self.queue[0]
             if not request.finished:
                 if len(self.running) == len(self.cache.tree.leaf):
@@ -190,7 +192,8 @@ class Scheduler:
     # ------------------------------------------------------------------ what they do
 
     def _is_computed(self, running: Running) -> bool:
-        return self.cache.computed_tokens(running.row) >= running.wanted
+        running.computed = running.computed or self.cache.computed_tokens(running.row) >= running.wanted
+        return running.computed
 
     def _is_complete(self, running: Running) -> bool:
         return running.left == 0 and self._is_computed(running) and not running.scores_missing

@@ -220,7 +220,7 @@ def test_needed_counts_new_pages_cached_ones_and_growth() -> None:
         (lambda cache: cache.retire([5]), "requests: expected requests in use"),
         (lambda cache: cache.fork([5]), "requests: expected requests in use"),
         (lambda cache: cache.view([5]), "requests: expected requests in use"),
-        (lambda cache: cache.view([0], node_capacity=0), "node_capacity: expected at least the 1 in use, got 0"),
+        (lambda cache: cache.view([0], node_capacity=0), "node_capacity: expected an integer of at least 1, got 0"),
         (lambda cache: cache.evict(-1), "pages: expected an integer of at least 0, got -1"),
         (
             lambda cache: cache.chunks([(0, 8), (1, 8)], 1),
