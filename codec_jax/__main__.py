@@ -1,6 +1,7 @@
 """The commands of codec_jax, each with a --help of its own:
 
     codec-jax generate    complete a file of prompts that share prefixes, with a Hugging Face checkpoint
+    codec-jax serve       answer over HTTP as OpenAI's API does, with a Hugging Face checkpoint
     codec-jax profile     measure what this GPU takes for the work that plans divide
 
 `python -m codec_jax` does the same as `codec-jax`.
@@ -9,7 +10,7 @@
 import importlib
 import sys
 
-COMMANDS = ("generate", "profile")
+COMMANDS = ("generate", "serve", "profile")
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
         sys.argv[:2] = [f"codec-jax {name}"]
         importlib.import_module(f"codec_jax.{name}").main()
     else:
-        sys.exit(f"codec_jax: expected a command, {' or '.join(COMMANDS)}, got {name!r}")
+        sys.exit(f"codec_jax: expected a command, {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}, got {name!r}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Flax NNX modules over forests: a Llama/Qwen3 decoder, its weights, an engine that serves it, and a sampler."""
 
+from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.batch import Batch
 from codec_jax.nnx.chat import ChatTemplate
 from codec_jax.nnx.checkpoint import Checkpoint, open_checkpoint
@@ -16,6 +17,7 @@ from codec_jax.nnx.text import TextStream
 
 __all__ = [
     "PUBLISHED",
+    "AsyncEngine",
     "Attention",
     "Batch",
     "ChatTemplate",
@@ -25,6 +27,7 @@ __all__ = [
     "DecoderConfig",
     "Decoding",
     "Engine",
+    "Following",
     "Generated",
     "Llama3Scaling",
     "Matcher",
@@ -32,6 +35,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Stats",
+    "StoppedError",
     "TextStream",
     "Update",
     "open_checkpoint",

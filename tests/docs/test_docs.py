@@ -44,6 +44,9 @@ WITHOUT_EXAMPLE = {
     "LogitsError.of": "the sampler makes it, for weights that are not finite",
     "Generated.none": "Sampler.decode begins with it",
     "Attention.decode": "Decoder.decode calls it, with arguments of the same names",
+    "Following": "AsyncEngine.submit makes it",
+    "AsyncEngine.check": "it says whether calls are taken, for a server's answer to that",
+    "Following.abort": "leaving `async with` calls it, as in the example of AsyncEngine",
     "Matcher.compute_bitmask": "the engine calls it",
     "Matcher.consume_token": "the engine calls it",
     "Matcher.is_stopped": "the engine calls it",
@@ -162,7 +165,7 @@ class Public(NamedTuple):
         own, *of_class = self.documents
         name = self.name.rpartition(".")[2]
         # What an instance is called in an example, nobody knows.
-        called = r">>> " if name == "__call__" else rf">>> .*\b{name}[()]"
+        called = r">>> " if name == "__call__" else rf"(>>>|\.\.\.) .*\b{name}[()]"
         return ">>> " in own or any(re.search(called, text) for text in of_class)
 
 

@@ -13,6 +13,7 @@ from codec_jax import __main__
 
 COMMANDS = [
     "codec_jax.generate",
+    "codec_jax.serve",
     "codec_jax.profile",
     *(
         f"benchmarks.{path.stem}"
@@ -53,7 +54,7 @@ def test_the_package_runs_its_commands_with_their_arguments(name, monkeypatch):
 
 def test_a_command_that_is_none_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["codec-jax", "generates"])
-    with pytest.raises(SystemExit, match="expected a command, generate or profile, got 'generates'"):
+    with pytest.raises(SystemExit, match="expected a command, generate, serve or profile, got 'generates'"):
         __main__.main()
 
 

@@ -1,0 +1,299 @@
+"""The engine under asyncio: a thread of its own steps it, and updates come to the event loop.
+
+    tasks                                 thread
+    call, submit, follow ── functions ──► between two steps, in their order
+    async for            ◄── updates ──── after each step
+
+The thread sleeps while there is nothing to do. A task that is slow to take its updates holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+from codec_jax import checks
+from codec_jax.arrays import Integers
+from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.request import Request, Update
+
+Result = TypeVar("Result")
+
+
+class StoppedError(RuntimeError):
+    """The engine takes no calls: a step of it failed, or it is not served, or not any more."""
+
+
+class Following:
+    """Requests of `AsyncEngine.submit`, whose updates come with their number: (0, Update), (1, Update), ...
+
+    `async for` ends when all of them are finished. Leaving `async with` aborts those that are not.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Begin without requests, which `AsyncEngine.follow` adds.
+
+        Args:
+          engine: the one that takes them.
+        """
+        self.requests: tuple[Request, ...] = ()
+        self._engine = engine
+        self._news: asyncio.Queue[tuple[int, Update] | StoppedError] = asyncio.Queue()
+        self._finished = 0
+
+    def abort(self) -> None:
+        """End those that are not finished with what they have; this comes as their last update."""
+        self._engine._post(lambda engine: _abort(engine, self.requests))
+
+    async def __aenter__(self) -> Self:
+        """Return this."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Abort what is not finished."""
+        if self._finished < len(self.requests):
+            self.abort()
+
+    def __aiter__(self) -> Self:
+        """Return this."""
+        return self
+
+    async def __anext__(self) -> tuple[int, Update]:
+        """Wait for what is new. Raises StoppedError if a step of the engine failed."""
+        if self._finished == len(self.requests):
+            raise StopAsyncIteration
+        news = await self._news.get()
+        if isinstance(news, StoppedError):
+            self._finished = len(self.requests)
+            raise news
+        self._finished += news[1].finish_reason is not None
+        return news
+
+
+@dataclass
+class _Told:
+    """How much of a request was told."""
+
+    following: Following
+    number: int
+    tokens: int = 0
+    characters: int = 0
+
+
+class AsyncEngine:
+    """Serves an engine to the tasks of an event loop. While it does, nobody else may touch the engine.
+
+    >>> import asyncio
+    >>> from codec_jax.nnx import Engine, SamplingParams
+    >>> from codec_jax.nnx.async_engine import AsyncEngine
+    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
+    >>> async def main():
+    ...     async with AsyncEngine(engine) as serving:
+    ...         async for update in serving.stream([1, 2, 3], SamplingParams(max_tokens=5)):
+    ...             print(len(update.tokens), update.finish_reason)
+    ...         async with await serving.submit([1, 2, 4], SamplingParams(max_tokens=2), samples=3) as samples:
+    ...             async for number, update in samples:
+    ...                 pass
+    ...         both = await serving.follow(lambda engine: [engine.fork(samples.requests[0], SamplingParams())])
+    ...         return await serving.call(lambda engine: engine.stats.submitted)
+    >>> asyncio.run(main())
+    5 length
+    5
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Take an engine; the thread begins and ends with `async with`.
+
+        Leaving it takes no new requests and finishes those that there are. An error or a cancellation aborts them.
+
+        Args:
+          engine: the engine. Requests that it has go on.
+        """
+        checks.instance("engine", engine, Engine)
+        self._engine = engine
+        self._told: dict[Request, _Told] = {}
+        self._calls: list[Callable[[Engine], object]] = []
+        self._wake = threading.Condition()
+        self._open = self._aborted = False
+        self._error: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start the thread."""
+        if self._open:
+            raise RuntimeError("engine: expected one that is not served yet, got one inside of `async with`")
+        self._open, self._aborted = True, False
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._work, name="codec_jax engine")
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Finish or abort what runs, and end the thread."""
+        self._close(abort=kind is not None)
+        try:
+            await self._ended.wait()
+        except asyncio.CancelledError:
+            self._close(abort=True)
+            raise
+        finally:
+            self._thread.join()
+
+    # ------------------------------------------------------------------ for tasks
+
+    def check(self) -> None:
+        """Raise StoppedError unless calls are taken."""
+        if self._error is not None:
+            raise self._failure()
+        if not self._open:
+            raise StoppedError("engine: expected calls inside of `async with AsyncEngine(...)`, got one outside")
+
+    async def call(self, function: Callable[[Engine], Result]) -> Result:
+        """Run a function between two steps, such as `lambda engine: engine.pin(prompt)`, and return what it returns.
+
+        Args:
+          function: takes the engine, and runs in its thread: what it waits for, all requests wait for.
+
+        Raises what the function raises, StoppedError if a step failed or the engine is not served any more.
+        """
+        future: Future[Result] = Future()
+
+        def run(engine: Engine) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._error is not None:
+                    raise self._failure()
+                future.set_result(function(engine))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._wake:
+            self.check()
+            self._post(run)
+        return await asyncio.wrap_future(future)
+
+    async def follow(self, function: Callable[[Engine], Sequence[Request]]) -> Following:
+        """Run a function that submits requests in one way or another, and follow these.
+
+        Args:
+          function: as in `call`; returns requests that are not followed yet.
+
+        Raises what `call` raises.
+        """
+        following = Following(self)
+
+        def submit(engine: Engine) -> None:
+            following.requests = tuple(function(engine))
+            self._told |= {request: _Told(following, number) for number, request in enumerate(following.requests)}
+
+        try:
+            await self.call(submit)
+        except asyncio.CancelledError:
+            following.abort()
+            raise
+        return following
+
+    async def submit(
+        self, prompt: str | Integers, params: SamplingParams | None = None, *, samples: int = 1
+    ) -> Following:
+        """Take requests for a prompt, as `Engine.submit_samples` does.
+
+        Args:
+          prompt, params, samples: as there.
+
+        Raises what that raises, and `call`.
+        """
+        return await self.follow(lambda engine: engine.submit_samples(prompt, samples, params))
+
+    async def stream(self, prompt: str | Integers, params: SamplingParams | None = None) -> AsyncIterator[Update]:
+        """Take a request, and yield what is new of it. It is aborted if nobody asks for the rest.
+
+        Args:
+          prompt, params: as in `Engine.submit`.
+
+        Raises what `submit` raises.
+        """
+        async with await self.submit(prompt, params) as following:
+            async for _, update in following:
+                yield update
+
+    # ------------------------------------------------------------------ between both
+
+    def _post(self, function: Callable[[Engine], object]) -> None:
+        with self._wake:
+            self._calls.append(function)
+            self._wake.notify()
+
+    def _close(self, *, abort: bool) -> None:
+        with self._wake:
+            self._open, self._aborted = False, abort
+            self._post(lambda engine: _abort(engine, self._told if abort else ()))
+
+    def _failure(self) -> StoppedError:
+        error = StoppedError(f"engine: expected steps without errors, got {self._error!r}; make a new engine")
+        error.__cause__ = self._error
+        return error
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _work(self) -> None:
+        """Step while there is something to do, until the end."""
+        engine = self._engine
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._calls or not self._open or not engine.idle)
+                    calls, self._calls = self._calls, []
+                    if not calls and not self._open and (engine.idle or self._aborted):
+                        return
+                for call in calls:
+                    call(engine)
+                news = engine.step() if not engine.idle else []
+                self._tell(list(self._told) if calls else news)  # a call may have finished any of them
+        except BaseException as error:
+            with self._wake:
+                self._error = error
+                calls, self._calls = self._calls, []
+            for call in calls:
+                call(engine)
+            followed = {told.following for told in self._told.values()}
+            self._told = {}
+            self._deliver([(following, self._failure()) for following in followed])
+        finally:
+            self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _tell(self, requests: Iterable[Request]) -> None:
+        """Deliver what is new of requests that somebody follows."""
+        news: list[tuple[Following, tuple[int, Update] | StoppedError]] = []
+        for request in requests:
+            told = self._told.get(request)
+            if told is None or (len(request.tokens) == told.tokens and not request.finished):
+                continue
+            update = Update(request.tokens[told.tokens :], request.text[told.characters :], request.finish_reason)
+            told.tokens, told.characters = len(request.tokens), len(request.text)
+            news.append((told.following, (told.number, update)))
+            if request.finished:
+                del self._told[request]
+        self._deliver(news)
+
+    def _deliver(self, news: list[tuple[Following, tuple[int, Update] | StoppedError]]) -> None:
+        def put() -> None:
+            for following, one in news:
+                following._news.put_nowait(one)
+
+        if news:
+            self._loop.call_soon_threadsafe(put)
+
+
+def _abort(engine: Engine, requests: Iterable[Request]) -> None:
+    for request in requests:
+        engine.abort(request)
