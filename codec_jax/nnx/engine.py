@@ -120,6 +120,7 @@ class Engine:
         self._scheduler = Scheduler(cache, room=room, **sizes)
         self._device = Device(model, cache=cache, max_context=self.max_context, implementation=implementation, **sizes)
         self._flight: _Flight | None = None
+        self._news: list[Request] = []  # that no step has told of yet
         self._ids = itertools.count()
         self._pins: dict[Request, Int[np.ndarray, " pages"] | None] = {}  # None: still to be computed
         self._submitted = self._steps = self._generated = 0
@@ -268,10 +269,10 @@ class Engine:
         An error of one request, such as logits that are not finite or a callback that raises, ends this request with
         `finish_reason` "error" and is its `error`. The others go on.
         """
-        news: list[Request] = []
+        news, self._news = self._news, []
         # What a matcher allows depends on the last token: nothing is done ahead while there is one.
         if any(running.request.matcher is not None for running in self._scheduler.running):
-            news = self._land()
+            news += self._land()
         step, flight = self._scheduler.schedule(), None
         if step is not None:
             outcome = None
@@ -281,7 +282,7 @@ class Engine:
             flight = _Flight(step, outcome)
         news += self._land()
         self._flight = flight
-        return news
+        return list(dict.fromkeys(news))
 
     def stream(self, request: Request) -> Iterator[Update]:
         """Work until a request is finished, and yield what is new of it; the others are worked on as well.
@@ -367,7 +368,7 @@ class Engine:
         Raises ValueError for another config, or weights of other shapes or dtypes.
         """
         self._device.update_weights(model)
-        self._land()
+        self._news += self._land()
         self._scheduler.requeue()
         self._scheduler.cache = self._scheduler.cache.drop()
         for request, pages in self._pins.items():
@@ -461,4 +462,4 @@ class Engine:
                 tell(request, [], "length")
                 news.append(request)
         self._scheduler.land(step)
-        return list(dict.fromkeys(news))
+        return news

@@ -6,9 +6,12 @@ from typing import NamedTuple
 import chex
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
-from codec_jax.nnx import Decoder, Decoding, Sampler
+from codec_jax.nnx import Decoder, Decoding, Sampler, intervals
+from codec_jax.planning import planner
+from pallas_kernels import Tiling
 
 VOCAB, CONTEXT = 48, 160
 REQUESTS, PAGES, PAGE_SIZE, STEPS = 8, 64, 8, 7
@@ -26,6 +29,14 @@ PROMPTS = [
 LONG = RNG.integers(0, VOCAB, 150).tolist()
 # Seven prompts that hardly share anything, and whose greedy texts do not fit the pool together.
 CROWD = [LONG[15 * r : 15 * r + 45] for r in range(7)]
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan as GPUs do for larger forests; what is compiled under these tiles has to run under them."""
+    tiling = Tiling(num_ctas=5, tile_rows=8, lanes=2, block_tokens=(32, 32))
+    for module in (planner, intervals):
+        monkeypatch.setattr(module, "default_tiling", lambda heads: tiling)
+    monkeypatch.setattr(planner, "MIN_WIDE_TOKENS", PAGE_SIZE)
 
 
 class Dense:

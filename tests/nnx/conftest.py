@@ -7,19 +7,10 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CONTEXT, PAGE_SIZE, PAGES, REQUESTS, STEPS, VOCAB, Dense, Setup
+from cases import CONTEXT, PAGE_SIZE, PAGES, REQUESTS, STEPS, VOCAB, Dense, Setup, small_tiles
 from flax import nnx
 
-from codec_jax.nnx import Decoder, DecoderConfig, Sampler, intervals
-from codec_jax.planning import planner
-from pallas_kernels import Tiling
-
-
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiling = Tiling(num_ctas=5, tile_rows=8, lanes=2, block_tokens=(32, 32))
-    for module in (planner, intervals):
-        monkeypatch.setattr(module, "default_tiling", lambda heads: tiling)
-    monkeypatch.setattr(planner, "MIN_WIDE_TOKENS", PAGE_SIZE)
+from codec_jax.nnx import Decoder, DecoderConfig, Sampler
 
 
 @pytest.fixture(autouse=True)

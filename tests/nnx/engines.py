@@ -1,7 +1,8 @@
 """What the engine's tests share: engines over the model of the other tests, and what must hold when they are idle."""
 
 import numpy as np
-from cases import CONTEXT, PAGE_SIZE, Dense
+import pytest
+from cases import CONTEXT, PAGE_SIZE, VOCAB, Dense, small_tiles
 
 from codec_jax.nnx import Decoder
 from codec_jax.nnx.engine import Engine
@@ -10,13 +11,25 @@ from codec_jax.nnx.request import Request
 
 
 def make_engine(model: Decoder, **changes: object) -> Engine:
+    """All of one size, so that what they run is compiled once."""
     options = {
         "max_requests": 6, "num_pages": 96, "page_size": PAGE_SIZE, "max_context": CONTEXT, "prefill_tokens": 384,
         "steps": 4,
     }  # fmt: skip
-    engine = Engine(model, **(options | changes))
-    engine.warm_up()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_tiles(monkeypatch)
+        engine = Engine(model, **(options | changes))
+        engine.warm_up()
     return engine
+
+
+def leave_pages(engine: Engine, pages: int) -> list[Request]:
+    """Pin as much as leaves so many pages of the pool."""
+    rng, pins = np.random.default_rng(99), []
+    while (left := engine._pages_unpinned() - pages) > 0:
+        pins.append(engine.pin(rng.integers(0, VOCAB, min(left, CONTEXT // PAGE_SIZE) * PAGE_SIZE)))
+        run(engine)
+    return pins
 
 
 def greedy(max_tokens: int = 20, **options: object) -> SamplingParams:
@@ -35,6 +48,7 @@ def assert_no_page_leaked(engine: Engine) -> None:
     """Every page is free or cached; once the cache is forgotten, all are free."""
     run(engine)
     cache = engine._scheduler.cache
+    assert not (cache.tree.leaf >= 0).any()
     assert cache.pool.num_free + len(cache.tree.page_ids) == cache.pool.num_pages
     assert len(np.unique(cache.tree.page_ids)) == len(cache.tree.page_ids)
     assert cache.drop().pool.num_free == cache.pool.num_pages

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from cases import CONTEXT, DOCUMENT, LONG, PROMPTS, QUESTIONS, VOCAB, Dense, Setup
-from engines import assert_alone, assert_no_page_leaked, greedy, make_engine, run
+from engines import assert_alone, assert_no_page_leaked, greedy, leave_pages, make_engine, run
 from flax import nnx
 
 from codec_jax.errors import LogitsError
@@ -31,7 +31,9 @@ def engine(shared: Engine) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def tight(setup: Setup) -> Engine:
     """Pages for little more than one long request, and everybody may enter who has room for the prompt."""
-    return make_engine(setup.dense.model, num_pages=26, room=0.0)
+    engine = make_engine(setup.dense.model, room=0.0)
+    leave_pages(engine, 26)
+    return engine
 
 
 def random_prompt(rng: np.random.Generator) -> list[int]:
@@ -246,7 +248,8 @@ def test_requests_that_can_never_fit_are_refused(engine: Engine) -> None:
 
 
 def test_pins_stay_and_leave_room_for_the_others(setup: Setup, dense: Dense) -> None:
-    engine = make_engine(setup.dense.model, num_pages=24, max_context=160)
+    engine = make_engine(setup.dense.model)
+    fillers = leave_pages(engine, 24)
     pin = engine.pin(DOCUMENT)
     run(engine)
     assert pin.finish_reason == "length"
@@ -264,6 +267,8 @@ def test_pins_stay_and_leave_room_for_the_others(setup: Setup, dense: Dense) -> 
     engine.unpin(pin)
     with pytest.raises(ValueError, match=r"request: expected one that pin returned"):
         engine.unpin(pin)
+    for filler in fillers:
+        engine.unpin(filler)
     assert_no_page_leaked(engine)
 
 

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import jax
+import llguidance
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -164,9 +165,6 @@ def test_masks_are_cut_and_filled_to_the_models_tokens() -> None:
 
 
 def test_llguidances_matcher_is_one() -> None:
-    llguidance = pytest.importorskip(
-        "llguidance", reason="llguidance is not installed: constraints come from elsewhere"
-    )
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(ALPHABET)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
