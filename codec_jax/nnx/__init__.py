@@ -11,6 +11,7 @@ from codec_jax.nnx.params import Matcher, SamplingParams
 from codec_jax.nnx.request import Request, Update
 from codec_jax.nnx.rope import Llama3Scaling
 from codec_jax.nnx.sampler import Sampler
+from codec_jax.nnx.search import Beam, beam_search, best_of
 from codec_jax.nnx.state import Completion, Decoding, Generated
 from codec_jax.nnx.stats import Stats
 from codec_jax.nnx.text import TextStream
@@ -20,6 +21,7 @@ __all__ = [
     "AsyncEngine",
     "Attention",
     "Batch",
+    "Beam",
     "ChatTemplate",
     "Checkpoint",
     "Completion",
@@ -38,6 +40,8 @@ __all__ = [
     "StoppedError",
     "TextStream",
     "Update",
+    "beam_search",
+    "best_of",
     "open_checkpoint",
     "random_decoder",
 ]

@@ -90,8 +90,7 @@ class AsyncEngine:
     """Serves an engine to the tasks of an event loop. While it does, nobody else may touch the engine.
 
     >>> import asyncio
-    >>> from codec_jax.nnx import Engine, SamplingParams
-    >>> from codec_jax.nnx.async_engine import AsyncEngine
+    >>> from codec_jax.nnx import AsyncEngine
     >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
     >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
     >>> async def main():

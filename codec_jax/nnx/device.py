@@ -26,6 +26,8 @@ from codec_jax.nnx.weights import split, weights_like
 
 #: Plans of chunks whose contexts are short have room for a part of what the longest ones need, if that is much.
 _SHORT, _MANY_BLOCKS = 16, 1 << 14
+#: Nodes that cost next to nothing, so that few requests may have deep trees.
+_MIN_NODES = 256
 
 
 class Device:
@@ -102,7 +104,7 @@ class Device:
         for running, token in step.first.items():
             first[running.row] = token
         rows = [running.row for running in step.drawing]
-        forest = cache.view(rows, node_capacity=EXPECTED_DEPTH * self._rows, page_capacity=self._num_pages)
+        forest = cache.view(rows, node_capacity=_nodes(self._rows), page_capacity=self._num_pages)
         plan = self._intervals.plan(forest, 1, self._blocks)
         return Drawing(forest, np.asarray(behind), plan, allowed, first, self._row_options(step))
 
@@ -122,7 +124,7 @@ class Device:
         forest = cache.chunks(
             [(piece.running.row, piece.end) for piece in step.pieces],
             size,
-            node_capacity=(EXPECTED_DEPTH + 1) * size,
+            node_capacity=_nodes(size),
             page_capacity=self._num_pages,
         )
         needed, room = (
@@ -162,6 +164,11 @@ class Device:
             self._carried.history, np.int32(running.row), in_prompt, generated.clip(max=65535).astype(np.uint16)
         )
         self._carried = self._carried._replace(history=history)
+
+
+def _nodes(rows: int) -> int:
+    """Return the nodes that there is room for; more make larger arrays, and compile anew."""
+    return max(EXPECTED_DEPTH * rows, _MIN_NODES)
 
 
 @lru_cache(maxsize=8)

@@ -134,9 +134,9 @@ class Scheduler:
     # ------------------------------------------------------------------ inside or not
 
     def _enter(self) -> None:
-        """Let requests in while there is a row, and room to finish; no more at a time than chunks are computed."""
-        entries = len(self.running) + self._chunks
-        while self.queue and len(self.running) < entries:
+        """Let requests in while there is a row, and room to finish, and chunks of a step for what they still need."""
+        pending = sum(not self._is_computed(running) for running in self.running)
+        while self.queue and pending < self._chunks:
             request = self.queue[0]
             if not request.finished:
                 if len(self.running) == len(self.cache.tree.leaf):
@@ -167,6 +167,7 @@ class Scheduler:
                     score_end = len(request.prompt) - 1
                 first = request.last_token if left else None
                 self.running.append(Running(request, row, wanted, left, scored, score_end, first))
+                pending += cached < wanted
             self.queue.popleft()
 
     def _promised(self) -> int:
