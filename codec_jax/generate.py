@@ -2,13 +2,19 @@
 
     python -m codec_jax.generate --model DIR --prompts prompts.jsonl --output out.jsonl --samples 8
 
-A row of the prompts, a file or a pipe, is an object with `text`, or `tokens` (token ids). A row of the output has
+A row of the prompts, a file or a pipe, is an object with one of
+
+    text           taken as it is
+    messages       a chat, by the checkpoint's template
+    tokens         token ids
+
+A row of the output has
 
     prompt         the row of the prompt, from 0
     sample         which of its samples, from 0; only with --samples above 1
-    text, tokens   what was generated, the stop token included in tokens and left out of text
+    text, tokens   what was generated; tokens include the stop token or string, text does not
     logprobs       of each token, under the model's own distribution
-    finish_reason  "stop" for a stop token, "length" for --max-new-tokens, "error" where logits were not finite
+    finish_reason  "stop", "length" for --max-new-tokens, or "error" where logits were not finite
 
 Rows come as they finish, in any order. After an interruption or a full disk, the same command goes on with what is
 missing. A row with "error" has what was generated before, and is not made again, for the same weights would fail in
@@ -26,15 +32,14 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -43,16 +48,27 @@ from tqdm import tqdm
 
 from codec_jax import checks
 from codec_jax.forest.radix_tree import common_prefix
-from codec_jax.nnx import PUBLISHED, Completion, Decoder, DecoderConfig, Sampler, open_checkpoint, random_decoder
-from codec_jax.nnx.sampling import Sampling
+from codec_jax.nnx import (
+    PUBLISHED,
+    ChatTemplate,
+    Completion,
+    Decoder,
+    DecoderConfig,
+    Engine,
+    Request,
+    SamplingParams,
+    TextStream,
+    open_checkpoint,
+    random_decoder,
+)
+from codec_jax.nnx.memory import DEFAULT_KV_GIB, KV_SHARE, pages_that_fit
 from codec_jax.nnx.weights import parameter_shapes
 from codec_jax.result_file import ResultFile
 
 PAGE_SIZE = 16
-#: Of the memory that weights leave free, what KV pages may take; the rest is for activations.
-KV_SHARE = 0.8
-#: KV pages where the device does not say how much memory it has.
-DEFAULT_KV_GIB = 4.0
+#: Options that say how tokens are drawn, by the names that `SamplingParams` has for them, and when a text ends.
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+STOPS = ("stop", "stop_token")
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,7 @@ class Model:
     load: Callable[[], Decoder]
     identity: dict[str, str]  # what tells it from another model
     tokenizer: Tokenizer | None = None  # None: prompts and completions are token ids only
+    chat_template: ChatTemplate | None = None
     stop_tokens: tuple[int, ...] = ()
     max_context: float = math.inf  # tokens of prompt and completion together
 
@@ -77,13 +94,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = _open_model(arguments)
         content = arguments.prompts.read_bytes()  # once: a pipe has nothing more to read
         prompts = read_prompts(arguments.prompts, content, model, arguments.max_new_tokens)
-        drawing = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
-        Sampling.of(model.stop_tokens, **drawing, vocab_size=model.config.vocab_size)
-        num_pages = _max_pages(model.config, arguments.kv_cache_gib)
-        sizes = {name: getattr(arguments, name) for name in ("samples", "max_new_tokens")}
-        batches = make_batches(prompts, **sizes, max_requests=arguments.max_requests, num_pages=num_pages)
-        inputs = {**model.identity, "prompts_sha256": hashlib.sha256(content).hexdigest(), "dtype": arguments.dtype}
-        results = ResultFile(arguments.output, {**inputs, **sizes, **drawing}, len(prompts), arguments.samples)
+        params = _params(arguments, model)
+        num_pages = _num_pages(arguments, model, prompts)
+        inputs = {**model.identity, "prompts_sha256": hashlib.sha256(content).hexdigest()}
+        options = {name: getattr(arguments, name) for name in ("dtype", "samples", "max_new_tokens", *DRAWING, *STOPS)}
+        results = ResultFile(arguments.output, {**inputs, **options}, len(prompts), arguments.samples)
     except (OSError, ValueError) as error:
         sys.exit(f"codec_jax.generate: {error}")
     except KeyboardInterrupt:
@@ -91,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     everything = f"{len(prompts) * arguments.samples} completions"
     try:
         with closing(results):
-            _generate(arguments, model, prompts, batches, results, drawing)
+            _generate(arguments, model, prompts, params, num_pages, results)
     except (OSError, KeyboardInterrupt) as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else error
         _say(
@@ -134,6 +149,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1.0)")
     parser.add_argument("--top-k", type=count, help="draw from the k most likely tokens only")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens that hold p only")
+    parser.add_argument("--min-p", type=float, default=0.0, help="leave out tokens below p times the most likely one")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 for less of what was said")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="a string that ends a text, several times if needed"
+    )
+    parser.add_argument("--stop-token", type=int, action="append", default=[], help="a token id that does, likewise")
     parser.add_argument("--samples", type=count, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--seed", type=seed, default=0, help="the same seed draws the same tokens (default: 0)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -178,6 +199,7 @@ def _open_model(arguments: argparse.Namespace) -> Model:
         load=partial(checkpoint.load, dtype, progress=True),
         identity=identity,
         tokenizer=checkpoint.tokenizer,
+        chat_template=checkpoint.chat_template,
         stop_tokens=checkpoint.stop_tokens,
         max_context=checkpoint.max_context,
     )
@@ -216,18 +238,26 @@ def _prompt(line: bytes, model: Model) -> Int[np.ndarray, " tokens"]:
         json.dumps(row, ensure_ascii=False).encode("utf-8")  # escapes may have made half a character of UTF-16
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON, got {line[:40]!r}: {error}") from error
-    if not isinstance(row, dict) or ("text" in row) == ("tokens" in row):
-        raise ValueError(f'expected an object with either "text" or "tokens", got {line[:40]!r}')
-    if "tokens" in row:
-        tokens = row["tokens"]
-        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+    kinds = [kind for kind in ("text", "messages", "tokens") if isinstance(row, dict) and kind in row]
+    if len(kinds) != 1:
+        raise ValueError(f'expected an object with one of "text", "messages" and "tokens", got {line[:40]!r}')
+    [kind], given = kinds, row[kinds[0]]
+    if kind == "tokens":
+        if not isinstance(given, list) or any(type(token) is not int for token in given):
             raise ValueError('expected a list of token ids as "tokens"')
-    elif not isinstance(row["text"], str):
-        raise ValueError(f'expected a string as "text", got {row["text"]!r}')
+        tokens = given
     elif model.tokenizer is None:
-        raise ValueError('expected "tokens": random weights have no tokenizer for "text"')
+        raise ValueError(f'expected "tokens": random weights have no tokenizer for "{kind}"')
+    elif kind == "messages":
+        if model.chat_template is None:
+            raise ValueError(
+                f'expected "text" or "tokens": {model.identity["model"]} has no chat template for "messages"'
+            )
+        tokens = model.chat_template.encode(model.tokenizer, given)
+    elif isinstance(given, str):
+        tokens = model.tokenizer.encode(given).ids
     else:
-        tokens = model.tokenizer.encode(row["text"]).ids
+        raise ValueError(f'expected a string as "text", got {given!r}')
     if not tokens:
         raise ValueError("expected at least one token, got none")
     prompt = checks.int_vector("tokens", tokens)
@@ -235,146 +265,92 @@ def _prompt(line: bytes, model: Model) -> Int[np.ndarray, " tokens"]:
     return prompt
 
 
-# ---------------------------------------------------------------------- batches
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Which requests are decoded together, and the sampler that holds any of the batches."""
-
-    requests: list[list[int]]  # request r is sample r % samples of prompt r // samples
-    max_requests: int
-    num_pages: int
-    max_context: int
-
-
-def make_batches(
-    prompts: Sequence[Int[np.ndarray, " tokens"]],
-    *,
-    samples: int,
-    max_new_tokens: int,
-    max_requests: int,
-    num_pages: int,
-) -> Batches:
-    """Cut all requests into batches of at most `max_requests` whose KV certainly fits into `num_pages` pages.
-
-    Prompts are taken in the order of their tokens, so that those which share prefixes meet in a batch wherever they
-    stand in the file. Raises ValueError that lists the prompts which fit into no batch.
-    """
-    order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">u4").tobytes())
-    new_pages = -(-max_new_tokens // PAGE_SIZE)
-    batches: list[list[int]] = [[]]
-    used = max_used = 0
-    problems = []
-    for prompt, before in zip(order, [None, *order], strict=False):
-        length = len(prompts[prompt])
-        alone = -(-length // PAGE_SIZE) + new_pages
-        if alone > num_pages:
-            problems.append((prompt, alone))
-            continue
-        shared = 0 if before is None else common_prefix(prompts[before], prompts[prompt])
-        # Where they part, a node may be split inside a page; further samples add only what they generate.
-        beside = -(-(length - shared) // PAGE_SIZE) + (shared > 0) + new_pages
-        for sample in range(samples):
-            pages = new_pages if sample else beside
-            if len(batches[-1]) == max_requests or used + pages > num_pages:
-                batches.append([])
-                used, pages = 0, alone
-            batches[-1].append(prompt * samples + sample)
-            used += pages
-            max_used = max(max_used, used)
-    if problems:
-        need = [f"line {prompt + 1}: needs {pages} pages" for prompt, pages in sorted(problems)]
-        room = f"{num_pages} pages of {PAGE_SIZE} tokens with --max-new-tokens (see --kv-cache-gib)"
-        raise ValueError("\n  ".join([f"--prompts: expected prompts whose KV fits into {room}, but", *need]))
-    return Batches(
-        requests=batches,
-        max_requests=max(map(len, batches)),
-        num_pages=max_used,
-        max_context=max(map(len, prompts)) + max_new_tokens,
-    )
-
-
-def prefill_tokens(prompts: Sequence[Int[np.ndarray, " tokens"]]) -> int:
-    """Count what is left of the prompts of a batch, in the order of `make_batches`, if what they share counts once."""
-    return sum(map(len, prompts)) - sum(map(common_prefix, prompts, prompts[1:]))
-
-
-def _max_pages(config: DecoderConfig, gib: float | None) -> int:
-    """Pages that fit into the memory for KV."""
-    item = jnp.dtype(config.dtype).itemsize
-    if gib is None:
-        memory = jax.devices()[0].memory_stats()
-        gib = DEFAULT_KV_GIB
-        if memory is not None:
-            weights = sum(math.prod(parameter.shape) for parameter in parameter_shapes(config).values()) * item
-            gib = KV_SHARE * (memory["bytes_limit"] - memory["bytes_in_use"] - weights) / 2**30
-    page = 2 * config.num_layers * PAGE_SIZE * config.num_kv_heads * config.head_dim * item
-    return max(0, int(gib * 2**30 // page))
-
-
 # ---------------------------------------------------------------------- generation
+
+
+def _params(arguments: argparse.Namespace, model: Model) -> SamplingParams:
+    """Return how all requests are decoded. Raises ValueError for options that cannot be."""
+    if arguments.stop:
+        if model.tokenizer is None:
+            raise ValueError(f"--stop: expected none, for random weights have no tokenizer, got {arguments.stop}")
+        TextStream(model.tokenizer, arguments.stop)  # refuses what no text can have
+    params = SamplingParams(
+        max_tokens=arguments.max_new_tokens,
+        stop=arguments.stop,
+        stop_tokens=(*model.stop_tokens, *arguments.stop_token),
+        **{name: getattr(arguments, name) for name in DRAWING},
+    )
+    params.check(model.config.vocab_size)
+    return params
+
+
+def _num_pages(arguments: argparse.Namespace, model: Model, prompts: Sequence[Int[np.ndarray, " tokens"]]) -> int:
+    """Return the KV pages to allocate: what fits, or what all requests take if they share nothing.
+
+    Raises ValueError that lists the prompts which can never fit.
+    """
+    parameters = sum(math.prod(parameter.shape) for parameter in parameter_shapes(model.config).values())
+    weights = parameters * jnp.dtype(arguments.dtype).itemsize
+    room = pages_that_fit(model.config, PAGE_SIZE, gib=arguments.kv_cache_gib, weights_to_come=weights)
+    alone = [-(-(len(prompt) + arguments.max_new_tokens - 1) // PAGE_SIZE) for prompt in prompts]
+    need = [f"line {line}: needs {pages} pages" for line, pages in enumerate(alone, 1) if pages > room]
+    if need:
+        pages = f"{room} pages of {PAGE_SIZE} tokens with --max-new-tokens (see --kv-cache-gib)"
+        raise ValueError("\n  ".join([f"--prompts: expected prompts whose KV fits into {pages}, but", *need]))
+    return min(room, sum(alone) * arguments.samples)
 
 
 def _generate(
     arguments: argparse.Namespace,
     model: Model,
     prompts: list[Int[np.ndarray, " tokens"]],
-    batches: Batches,
+    params: SamplingParams,
+    num_pages: int,
     results: ResultFile,
-    drawing: dict[str, Any],
 ) -> None:
-    """Generate what the result file does not have yet."""
-    # Batches and sizes come from all prompts, so that a resumed run decodes as the first one would have.
-    todo = [[request for request in batch if request not in results.finished] for batch in batches.requests]
-    todo = [batch for batch in todo if batch]
+    """Generate what the result file does not have yet: request r is sample r % samples of prompt r // samples."""
+    samples, total = arguments.samples, len(prompts) * arguments.samples
+    # In the order of their tokens, prompts that share a prefix meet wherever they stand in the file.
+    order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">u4").tobytes())
+    numbers = (prompt * samples + sample for prompt in order for sample in range(samples))
+    todo = deque(number for number in numbers if number not in results.finished)
     if not todo:
         _say("nothing to do")
         return
-    given = prefilled = generated = 0
-    total = len(prompts) * arguments.samples
+    texts = [prompts[number // samples] for number in todo]
+    given = sum(map(len, texts))
+    different = given - sum(map(common_prefix, texts, texts[1:]))
     with tqdm(total=total, initial=len(results.finished), unit="completion", desc="loading", miniters=0) as bar:
-        sampler = Sampler(
+        engine = Engine(  # of the same sizes whatever is left to do, so that a run goes on as it began
             model.load(),
-            max_requests=batches.max_requests,
-            num_pages=batches.num_pages,
+            max_requests=min(arguments.max_requests, total),
+            num_pages=num_pages,
             page_size=PAGE_SIZE,
-            max_context=batches.max_context,
+            max_context=max(map(len, prompts)) + arguments.max_new_tokens,
+            tokenizer=model.tokenizer,
         )
+        bar.set_description_str("compiling")
         start = time.perf_counter()
-
-        def on_tokens(stage: str, *_: Any) -> None:
-            bar.set_description_str(stage, refresh=False)
+        submitted: dict[Request, int] = {}
+        while todo or submitted:
+            while todo and len(submitted) < 2 * arguments.max_requests:  # enough for every row that gets free
+                number = todo.popleft()
+                request = engine.submit(prompts[number // samples], replace(params, stream=number))
+                submitted[request] = number
+            for request in engine.step():
+                bar.set_description_str("generating", refresh=False)
+                if request.finish_reason is not None:
+                    number = submitted.pop(request)
+                    text = None if model.tokenizer is None else request.text
+                    completion = Completion(number // samples, request.tokens, request.logprobs, request.finish_reason)
+                    results.write(number, text, completion)
+                    bar.update()
             bar.update(0)  # the clock goes on
-
-        def on_completion(batch: list[int], i: int, completion: Completion) -> None:
-            nonlocal generated
-            kept = completion.tokens[: -1 if completion.finish_reason == "stop" else None]
-            text = None if model.tokenizer is None else model.tokenizer.decode(kept, skip_special_tokens=True)
-            results.write(batch[i], text, completion)
-            generated += len(completion.tokens)
-            bar.update()
-
-        for number, batch in enumerate(todo, 1):
-            stage = f"batch {number} of {len(todo)}, "
-            bar.set_description_str(stage + "compiling and prefill" if number == 1 else stage + "prefill")
-            texts = [prompts[request // arguments.samples] for request in batch]
-            given += sum(map(len, texts))
-            prefilled += prefill_tokens(texts)
-            sampler.generate(
-                texts,
-                streams=batch,
-                max_new_tokens=arguments.max_new_tokens,
-                stop_tokens=model.stop_tokens,
-                on_tokens=partial(on_tokens, stage + "decoding"),
-                on_completion=partial(on_completion, batch),
-                progress=True,
-                **drawing,
-            )
-    seconds = time.perf_counter() - start
+    seconds, stats = time.perf_counter() - start, engine.stats
     _say(
-        f"{generated} tokens in {seconds:.1f} s, {generated / seconds:.1f} tokens/s, compilation included; "
-        f"{given} tokens of prompts, {prefilled} of them prefilled: sharing factor {given / prefilled:.1f}"
+        f"{stats.generated_tokens} tokens in {seconds:.1f} s, {stats.generated_tokens / seconds:.1f} tokens/s, "
+        f"compilation included; {given} tokens of prompts, {different} if what they share counts once: sharing factor "
+        f"{given / different:.1f}; {stats.cached_tokens} found in the cache"
     )
 
 

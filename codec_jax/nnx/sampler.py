@@ -5,6 +5,7 @@
              planned while the device decodes, as if nobody stopped
     fork     another request that shares everything so far; no copy, no prefill
     prune    requests leave, and with them the pages that nobody else reads
+    generate whole completions, any number of them, by an `Engine`
 
 The jitted loop has the same shapes throughout, so it compiles once, however the tree changes; the host looks at its
 tokens once every `steps` tokens. All state is in `Decoding` values; the KV pages in them are updated in place, so a
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,18 +27,22 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from codec_jax import checks
-from codec_jax.arrays import Integers
+from codec_jax.arrays import Integers, bucket, padded
 from codec_jax.attention.backends import check_name
 from codec_jax.errors import LogitsError, OutOfPagesError
 from codec_jax.forest import Forest, KVPages, PagePool
 from codec_jax.forest.radix_tree import shared_tokens
 from codec_jax.nnx import validate
+from codec_jax.nnx.completions import complete
 from codec_jax.nnx.decoder import Decoder
-from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
+from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.intervals import EXPECTED_DEPTH, Interval, Intervals
+from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.prefill import Wave, append_waves, prefill_waves
-from codec_jax.nnx.sampling import Sampling
+from codec_jax.nnx.sampling import NO_TOKEN, RowOptions
 from codec_jax.nnx.state import Completion, Decoding, Generated
 from codec_jax.nnx.steps import decode_loop, prefill_step
+from codec_jax.nnx.weights import split, weights_like
 from codec_jax.planning import Plan
 from codec_jax.traffic import Traffic, count_decode, count_pass
 
@@ -90,16 +96,25 @@ class Sampler:
           steps: tokens between two looks of the host at the device, and between two plans.
           implementation: of `forest_attention`.
         """
-        checks.instance("model", model, Decoder)
         self.max_requests = checks.integer("max_requests", max_requests)
         self.num_pages = checks.integer("num_pages", num_pages)
         self.page_size = checks.page_size(page_size)
         self.steps = checks.integer("steps", steps)
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         check_name(implementation)
+        self._graph, self._weights = split(model)
         self.config = config = model.config
-        self._graph, self._weights = _split(model)
         self._intervals = Intervals(config, steps, num_pages, page_size)
+        self._new_engine = partial(
+            Engine,
+            max_requests=max_requests,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_context=self.max_context,
+            steps=steps,
+            implementation=implementation,
+        )
+        self._engine: Engine | None = None  # until the first call of `generate`
         graph = self._graph
         self._decode = jax.jit(
             lambda weights, *rest: decode_loop(nnx.merge(graph, weights), steps, implementation, *rest),
@@ -119,12 +134,9 @@ class Sampler:
 
         Raises ValueError for another config, or weights of other shapes or dtypes.
         """
-        checks.instance("model", model, Decoder)
-        _, weights = _split(model)
-        before, now = (jax.tree.map(lambda x: (x.shape, x.dtype), state) for state in (self._weights, weights))
-        if model.config != self.config or before != now:
-            raise ValueError("model: expected weights of the sampler's config, shapes and dtypes, got others")
-        self._weights = weights
+        self._weights = weights_like(model, self.config, self._weights)
+        if self._engine is not None:
+            self._engine.update_weights(model)
 
     def start(
         self, prompts: Sequence[Integers], *, streams: Integers | None = None, progress: bool = False
@@ -140,14 +152,10 @@ class Sampler:
         Raises ValueError for an empty or too long prompt, a token out of range, too many prompts, or streams that are
         not one number of at least 0 for each; OutOfPagesError if the pool does not hold them.
         """
-        checked = validate.prompts(prompts, 1, self.max_requests, self.max_context, self.config.vocab_size)
-        return self._start(checked, streams, progress)
-
-    def _start(
-        self, prompts: Sequence[Int[np.ndarray, " tokens"]], streams: Integers | None, progress: bool
-    ) -> Decoding:
-        numbers = validate.streams(range(len(prompts)) if streams is None else streams, len(prompts))
-        tree = shared_tokens(prompts, self.page_size)
+        given = validate.prompts(prompts, self.max_context, self.config.vocab_size)
+        validate.count(len(given), self.max_requests)
+        numbers = validate.streams(range(len(given)) if streams is None else streams, len(given))
+        tree = shared_tokens(given, self.page_size)
         if len(tree.page_ids) > self.num_pages:
             raise OutOfPagesError(
                 f"the prompts need {len(tree.page_ids)} pages of {self.page_size} tokens, the pool has "
@@ -155,9 +163,9 @@ class Sampler:
             )
         node_capacity = max(EXPECTED_DEPTH * self.max_requests, len(tree.parent))
         forest = Forest.build(tree, self.max_requests, node_capacity, self.num_pages)
-        cache, logits = self._prefill_forest(forest, prompts, progress)
+        cache, logits = self._prefill_forest(forest, given, progress)
         stream = np.zeros(self.max_requests, np.int32)
-        stream[: len(prompts)] = numbers
+        stream[: len(given)] = numbers
         return Decoding(
             sampler=self,
             forest=forest,
@@ -202,25 +210,14 @@ class Sampler:
         max_context; OutOfPagesError when the pool runs out and LogitsError for logits that are not finite, which both
         carry what was reached.
         """
-        sampling = Sampling.of(stop_tokens, temperature, top_k, top_p, seed, self.config.vocab_size)
-        return self._decode_on(state, max_tokens, 0, sampling, on_tokens)
-
-    def _decode_on(
-        self,
-        state: Decoding,
-        max_tokens: int,
-        then: int,
-        sampling: Sampling,
-        on_tokens: Callable[[int, list[int]], None] | None,
-    ) -> tuple[Decoding, Generated]:
-        """Do what `decode` does, for a caller who expects to go on with `then` tokens for every request."""
+        options = self._options(stop_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         validate.state(state, self)
         validate.room("max_tokens", max_tokens, int(state.forest.request_length.max()), self.max_context)
         generated = Generated.none(self.max_requests)
         remaining = np.where(state.forest.active, max_tokens, 0).astype(np.int32)
+        interval: Interval | None = None
         while remaining.any():
             growing = np.flatnonzero(remaining)
-            interval = state.ahead
             if interval is None or interval.source is not state.forest or (interval.remaining != remaining).any():
                 try:
                     interval = self._intervals.prepare(state.forest, state.pool, remaining, state.block_capacity)
@@ -228,13 +225,13 @@ class Sampler:
                     error.state, error.generated = state, generated
                     raise
             cache, logits, *results = self._decode(
-                self._weights, state.cache, state.logits, interval.growers, interval.plan, state.stream, remaining,
-                *sampling,
+                self._weights, state.cache, state.logits, interval.growers, interval.plan, remaining,
+                options._replace(stream=state.stream),
             )  # fmt: skip
             # The call returns before the device is done. Meanwhile, what comes next if nobody stops is planned.
             expected = np.minimum(remaining, self.steps)
             forest = interval.forest.extend(expected)
-            following = np.where(remaining > self.steps, remaining - self.steps, np.minimum(remaining, then))
+            following = np.maximum(remaining - self.steps, 0)
             ahead = self._intervals.prepare_ahead(forest, interval.pool, following, state.block_capacity)
             tokens, logprobs, running, broken = jax.device_get(results)
             counts = (tokens >= 0).sum(axis=1, dtype=np.int32)
@@ -246,19 +243,18 @@ class Sampler:
                 logits=logits,
                 block_capacity=interval.plan.block_capacity,
                 traffic=state.traffic + count_decode(interval.growers, interval.plan, counts),
-                ahead=ahead,
             )
             new = {request: tokens[request, : counts[request]].tolist() for request in growing.tolist()}
             for request, text in new.items():
                 generated.tokens[request].extend(text)
                 generated.logprobs[request].extend(logprobs[request, : counts[request]].tolist())
-                generated.stopped[request] = text[-1] in sampling.stop_tokens
+                generated.stopped[request] = text[-1] in options.stop_tokens[request]
             if on_tokens is not None:
                 for request in growing[~broken[growing]].tolist():
                     on_tokens(request, new[request])
             if broken.any():
                 raise LogitsError.of(np.flatnonzero(broken).tolist(), state, generated)
-            remaining = np.where(running, remaining - counts, 0)
+            remaining, interval = np.where(running, remaining - counts, 0), ahead
         return state, generated
 
     def append(self, state: Decoding, tokens: Mapping[int, Integers]) -> Decoding:
@@ -351,56 +347,59 @@ class Sampler:
     ) -> list[Completion]:
         """Complete every prompt `samples` times; completions come prompt by prompt.
 
-        Requests leave the forest as they finish. One whose logits are not finite leaves with what it had, and
-        finish_reason "error"; the others go on.
+        An `Engine` of the sampler's sizes does it, which the first call makes, and which keeps its pages. Completions
+        that find no room wait for others to finish. What prompts share is computed once, also with those of calls
+        before. One whose logits are not finite ends with what it had, and finish_reason "error"; the others go on.
 
         Args:
           prompts: token ids.
           max_new_tokens: tokens of a completion, at most.
           samples: completions of each prompt.
-          stop_tokens, temperature, top_k, top_p, seed: as in `decode`.
+          stop_tokens: tokens that end a completion, 16 at most.
+          temperature, top_k, top_p, seed: as in `decode`.
           streams: as in `start`, one for each completion.
-          on_tokens: as in `decode`, called with the index of the completion.
+          on_tokens: called with the index of a completion and its new tokens. An error that it raises ends them all.
           on_completion: called with the index and the completion as soon as one is finished.
-          progress: show bars for prefill and decoding.
+          progress: show a bar.
 
-        Raises what `start` and `decode` raise; OutOfPagesError carries the completions so far as `generated`.
+        Raises ValueError for options out of range, and prompts that cannot be or can never fit, before anything runs.
         """
-        repeated = validate.prompts(prompts, samples, self.max_requests, self.max_context, self.config.vocab_size)
-        validate.room("max_new_tokens", max_new_tokens, max(map(len, repeated)), self.max_context)
-        sampling = Sampling.of(stop_tokens, temperature, top_k, top_p, seed, self.config.vocab_size)
-        state = self._start(repeated, streams, progress)
-        done = [Completion(r // samples, [], [], "length") for r in state.requests]
-        left = max_new_tokens
-        with tqdm(
-            total=max_new_tokens * len(done), desc="decode", unit="token", leave=None, disable=not progress
-        ) as bar:
-            while state.requests and left > 0:
-                count = min(self.steps, left)
-                failed: Sequence[int] = ()
-                try:
-                    state, new = self._decode_on(state, count, min(self.steps, left - count), sampling, on_tokens)
-                except OutOfPagesError as error:
-                    error.generated = done
-                    raise
-                except LogitsError as error:
-                    state, new, failed = error.state, error.generated, error.requests
-                left -= count
-                for request in set(state.requests) - set(failed):
-                    done[request].tokens.extend(new.tokens[request])
-                    done[request].logprobs.extend(new.logprobs[request])
-                    bar.update(len(new.tokens[request]) + (left if new.stopped[request] else 0))
-                reasons = {request: "stop" for request in state.requests if new.stopped[request]}
-                reasons |= dict.fromkeys(failed, "error")
-                for request, reason in reasons.items():
-                    done[request] = replace(done[request], finish_reason=reason)
-                if on_completion is not None:
-                    for request in reasons if left else state.requests:
-                        on_completion(request, done[request])
-                state = self.prune(state, list(reasons)) if reasons else state
-        return done
+        given = validate.prompts(prompts, self.max_context, self.config.vocab_size)
+        validate.room("max_new_tokens", max_new_tokens, max(map(len, given)), self.max_context)
+        count = len(given) * checks.integer("samples", samples)
+        numbers = validate.streams(range(count) if streams is None else streams, count)
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            stop_tokens=tuple(validate.stop_tokens(stop_tokens, self.config.vocab_size)),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+        if self._engine is None:
+            self._engine = self._new_engine(nnx.merge(self._graph, self._weights))
+        try:
+            return complete(
+                self._engine,
+                given,
+                numbers,
+                params,
+                on_tokens=on_tokens,
+                on_completion=on_completion,
+                progress=progress,
+            )
+        except BaseException:
+            self._engine = None  # its requests are not done, and an interruption may have left a step half done
+            raise
 
     # ------------------------------------------------------------------ internals
+
+    def _options(self, stop_tokens: Integers, **drawing: Any) -> RowOptions:
+        """Check how tokens are drawn, and return it as options of every row; their streams are the state's."""
+        stops = validate.stop_tokens(stop_tokens, self.config.vocab_size)
+        options = RowOptions.of([SamplingParams(**drawing)] * self.max_requests, self.config.vocab_size)
+        filled = padded(stops, bucket(len(stops)), NO_TOKEN)  # so that their number hardly matters
+        return options._replace(stop_tokens=np.tile(filled, (self.max_requests, 1)))
 
     def _prefill_forest(
         self, forest: Forest, prompts: Sequence[Int[np.ndarray, " tokens"]], progress: bool
@@ -426,9 +425,3 @@ class Sampler:
             self._weights, cache, logits, wave.chunks, plan, wave.tokens, wave.store, wave.chunk_of_request
         )
         return plan, cache, logits
-
-
-def _split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
-    """Return a model's structure, and its weights as they are now: the model's own variables stay with it."""
-    graph, weights = nnx.split(model)
-    return graph, jax.tree.map(lambda x: x, weights)

@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from codec_jax.forest import Forest, KVPages, PagePool
-from codec_jax.nnx.intervals import Interval
 from codec_jax.traffic import Traffic
 
 
@@ -28,7 +27,6 @@ class Decoding:
     next_stream: int
     block_capacity: int
     traffic: Traffic
-    ahead: Interval | None = None  # the next one if it is as expected, prepared while the device decoded
 
     @property
     def requests(self) -> list[int]:
@@ -59,6 +57,6 @@ class Completion:
     """One finished continuation of a prompt."""
 
     prompt: int
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: list[int]  # the stop token included
+    logprobs: list[float]  # of each token, under the model's own distribution
     finish_reason: str  # "stop", "length", or "error": its logits were not finite

@@ -13,31 +13,40 @@ from codec_jax.forest.tree import check_in_use
 from codec_jax.nnx.state import Decoding
 
 
-def prompts(
-    given: Any, samples: int, max_requests: int, max_context: int, vocab_size: int
-) -> list[Int[np.ndarray, " tokens"]]:
-    """Return each prompt `samples` times, as an array, which is made once for all that comes after.
+def prompts(given: Any, max_context: int, vocab_size: int) -> list[Int[np.ndarray, " tokens"]]:
+    """Return each prompt as an array, which is made once for all that comes after.
 
-    Raises ValueError for none, too many, or one that is empty, too long or no tokens.
+    Raises ValueError for none, or one that is empty, too long or no tokens.
     """
     if not np.iterable(given):
         raise ValueError(f"prompts: expected lists of token ids, got {given!r}")
-    listed, samples = list(given), checks.integer("samples", samples)
+    listed = list(given)
     if not listed:
         raise ValueError("prompts: expected at least one prompt, got none")
     if isinstance(listed[0], int | np.integer):
         raise ValueError("prompts: expected lists of token ids, got token ids; write [prompt] for a single one")
-    if len(listed) * samples > max_requests:
-        raise ValueError(
-            f"prompts: expected at most max_requests = {max_requests} requests, got {len(listed) * samples}; "
-            "decode them in batches or make the sampler larger"
-        )
     arrays = [checks.int_vector(f"prompts[{i}]", prompt) for i, prompt in enumerate(listed)]
     for i, tokens in enumerate(arrays):
         if not 0 < len(tokens) <= max_context:
             raise ValueError(f"prompts[{i}]: expected 1 to max_context = {max_context} tokens, got {len(tokens)}")
         checks.tokens(f"prompts[{i}]", tokens, vocab_size)
-    return [tokens for tokens in arrays for _ in range(samples)]
+    return arrays
+
+
+def count(requests: int, max_requests: int) -> None:
+    """Raise ValueError unless there are slots for so many requests."""
+    if requests > max_requests:
+        raise ValueError(
+            f"prompts: expected at most max_requests = {max_requests} requests, got {requests}; "
+            "decode them in batches or make the sampler larger"
+        )
+
+
+def stop_tokens(given: Any, vocab_size: int) -> Int[np.ndarray, " stops"]:
+    """Return tokens, which may be a set, as an array. Raises ValueError for what are none."""
+    tokens = checks.int_vector("stop_tokens", list(given) if np.iterable(given) else given)
+    checks.tokens("stop_tokens", tokens, vocab_size)
+    return tokens
 
 
 def streams(given: Integers, requests: int) -> Int[np.ndarray, " requests"]:

@@ -120,6 +120,17 @@ def test_a_run_prints_every_answer_the_forest_and_what_was_read(run, prompts, ex
     assert "noise" not in run.output
 
 
+def test_questions_that_come_later_find_their_document(run, prompts):
+    """All whole pages that one before them began with; the last token of a prompt is always computed."""
+    pages = [
+        sum(any(prompt[:end] == other[:end] for other in prompts[:i]) for end in range(16, len(prompt), 16))
+        for i, prompt in enumerate(prompts)
+    ]
+    found = numbers(r"([\d,]+) of ([\d,]+) tokens were in the cache", run.output)
+    assert found == [16 * sum(pages), sum(map(len, prompts)) - len(prompts)]
+    assert pages.count(0) == len(DOCUMENTS)
+
+
 def test_without_a_model_the_answers_are_called_noise_and_the_forest_is_drawn(files, capsys, tmp_path):
     document_qa.main(["--max-new-tokens", "3", "--svg", str(tmp_path / "forest.svg"), *files])
     output = capsys.readouterr().out

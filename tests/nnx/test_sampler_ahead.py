@@ -57,25 +57,3 @@ def test_plans_made_ahead_are_dropped_when_somebody_stops_and_change_nothing(
         other, alone = sampler.decode(sampler.start(PROMPTS), 30, seed=5, stop_tokens=stops)
     assert ahead.tokens == alone.tokens
     chex.assert_trees_all_equal((state.forest, state.logits), (other.forest, other.logits))
-
-
-def test_what_changes_between_two_calls_is_planned_anew(sampler: Sampler, dense: Dense, watched: Prepared) -> None:
-    greedy = sampler._options((), temperature=0.0)
-    state, generated = sampler._decode_on(sampler.start(PROMPTS), STEPS, STEPS, greedy, None)
-    assert state.ahead is watched.planned[-1]
-    contexts = {r: PROMPTS[r] + generated.tokens[r] for r in range(len(PROMPTS))}
-    state, (fork,) = sampler.fork(state, [1])
-    state = sampler.prune(state, [2])
-    contexts = {r: context for r, context in contexts.items() if r != 2} | {fork: contexts[1]}
-    state, generated = sampler.decode(state, STEPS, temperature=0.0)
-    assert watched.decoded[-1] is watched.planned[-1]
-    assert len(watched.planned) == 3
-    for request, context in contexts.items():
-        assert generated.tokens[request] == dense.greedy(context, STEPS)
-
-
-def test_generate_plans_ahead_too(sampler: Sampler, dense: Dense, watched: Prepared) -> None:
-    done = sampler.generate(PROMPTS, max_new_tokens=3 * STEPS, temperature=0.0)
-    assert [id(each) for each in watched.decoded] == [id(each) for each in watched.planned]
-    assert len(watched.planned) == 3
-    assert [each.tokens for each in done] == [dense.greedy(prompt, 3 * STEPS) for prompt in PROMPTS]

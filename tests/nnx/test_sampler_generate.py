@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CONTEXT, CROWD, LONG, PROMPTS, VOCAB, Dense, Setup, stops_for, until_stop
+from cases import CONTEXT, CROWD, LONG, PAGES, PROMPTS, VOCAB, Dense, Setup, stops_for, until_stop
 from flax import nnx
 
 from codec_jax import LogitsError, OutOfPagesError
-from codec_jax.nnx import Decoder, Sampler
+from codec_jax.nnx import Completion, Decoder, Sampler
 
 # --- Generate ---------------------------------------------------------------------------------------------------
 
@@ -48,28 +48,50 @@ def test_generate_samples_each_prompt_as_decode_would(sampler: Sampler, dense: D
         chex.assert_trees_all_close(np.asarray(completion.logprobs, np.float64), want, atol=1e-3, rtol=1e-3)
 
 
-def test_requests_that_have_finished_make_room_for_the_others(sampler: Sampler, dense: Dense) -> None:
-    """Pages for all seven texts are not there, unless those that stop early give theirs back."""
-    crowd = [[(token + 4) % VOCAB for token in prompt] for prompt in CROWD]  # of whom all but two stop early
-    texts = [dense.greedy(prompt, 80) for prompt in crowd]
-    by_variety = sorted(texts, key=lambda text: len(set(text)))
-    lasting = {token for text in by_variety[:2] for token in text}
-    stops = sorted({next(token for token in text if token not in lasting) for text in by_variety[2:]})
-    want = [until_stop(text, stops) for text in texts]
-    assert sorted(map(len, want))[-3:] < [20, 80, 80]
-    options = {"temperature": 0.0, "stop_tokens": stops}
+def test_completions_wait_for_rows_and_pages(sampler: Sampler, dense: Dense) -> None:
+    """Three samples of seven prompts are more than eight rows take, and more than the pool holds at a time."""
     with pytest.raises(OutOfPagesError):
-        sampler.decode(sampler.start(crowd), 80, **options)
-    completions = sampler.generate(crowd, max_new_tokens=80, **options)
-    assert [completion.tokens for completion in completions] == want
+        sampler.decode(sampler.start(CROWD), 80)
+    completions = sampler.generate(CROWD, max_new_tokens=80, samples=3, temperature=0.0)
+    assert [completion.prompt for completion in completions] == [i // 3 for i in range(21)]
+    assert [completion.tokens for completion in completions] == [dense.greedy(CROWD[i // 3], 80) for i in range(21)]
+
+
+def test_streams_give_a_prompt_the_same_tokens_in_any_batch(sampler: Sampler) -> None:
+    together = sampler.generate(PROMPTS, max_new_tokens=12, samples=2, seed=3, streams=range(10, 18))
+    [alone] = sampler.generate(PROMPTS[2:3], max_new_tokens=12, seed=3, streams=[15])
+    assert alone.tokens == together[5].tokens
+    assert alone.tokens != together[4].tokens
+
+
+def test_callbacks_hear_all_that_comes_and_their_errors_end_the_call(sampler: Sampler, dense: Dense) -> None:
+    texts: dict[int, list[int]] = {}
+    done: list[int] = []
+
+    def hear(completion: int, tokens: list[int]) -> None:
+        assert tokens
+        texts[completion] = texts.get(completion, []) + tokens
+
+    def finish(index: int, completion: Completion) -> None:
+        assert completion.tokens == texts[index]
+        done.append(index)
+
+    options = {"max_new_tokens": 30, "samples": 3}
+    completions = sampler.generate(PROMPTS, **options, on_tokens=hear, on_completion=finish)
+    assert sorted(done) == list(range(12))
+    assert texts == {i: completion.tokens for i, completion in enumerate(completions)}
+
+    for callback in ("on_tokens", "on_completion"):
+        with pytest.raises(ZeroDivisionError):
+            sampler.generate(PROMPTS, **options, **{callback: lambda *_: 1 / 0})
+        [after] = sampler.generate(PROMPTS[:1], max_new_tokens=9, temperature=0.0)
+        assert after.tokens == dense.greedy(PROMPTS[0], 9)
 
 
 def test_generate_shows_progress(sampler: Sampler, capsys: pytest.CaptureFixture) -> None:
     completions = sampler.generate(PROMPTS, max_new_tokens=9, progress=True)
     assert [len(completion.tokens) for completion in completions] == [9] * 4
-    shown = capsys.readouterr().err
-    assert "prefill" in shown
-    assert "36/36" in shown
+    assert "36/36" in capsys.readouterr().err
     sampler.generate(PROMPTS, max_new_tokens=9)
     assert capsys.readouterr().err == ""
 
@@ -86,7 +108,6 @@ def test_generate_shows_progress(sampler: Sampler, capsys: pytest.CaptureFixture
         ([[1, 2], [1, VOCAB]], rf"^prompts\[1\]: expected tokens in \[0, {VOCAB}\), got prompts\[1\]\[1\] = {VOCAB}$"),
         ([[-1]], r"^prompts\[0\]: .* = -1$"),
         ([[0.5]], r"^prompts\[0\]: expected a list of integers, got float64"),
-        ([[1]] * 9, "^prompts: expected at most max_requests = 8 requests, got 9"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused(sampler: Sampler, prompts: list, message: str) -> None:
@@ -94,6 +115,27 @@ def test_prompts_that_cannot_be_are_refused(sampler: Sampler, prompts: list, mes
         sampler.start(prompts)
     with pytest.raises(ValueError, match=message):
         sampler.generate(prompts, max_new_tokens=1)
+
+
+def test_a_state_has_no_more_requests_than_there_are_slots(sampler: Sampler) -> None:
+    with pytest.raises(ValueError, match=r"^prompts: expected at most max_requests = 8 requests, got 9"):
+        sampler.start([[1]] * 9)
+
+
+@pytest.mark.parametrize("streams", [[0], [0, -1], [0, 1, 2], [0.5, 1.0]])
+def test_streams_must_be_one_number_for_each_request(sampler: Sampler, streams: list) -> None:
+    with pytest.raises(ValueError, match=r"^streams: expected "):
+        sampler.start([[1], [2]], streams=streams)
+    with pytest.raises(ValueError, match=r"^streams: expected "):
+        sampler.generate([[1]], samples=2, max_new_tokens=1, streams=streams)
+
+
+def test_a_prompt_that_the_pool_never_holds_is_refused_before_anything_runs(setup: Setup) -> None:
+    sampler = Sampler(setup.dense.model, max_requests=2, num_pages=8, page_size=8, max_context=100)
+    heard = []
+    with pytest.raises(ValueError, match=r"^prompt: expected at most 8 pages for prompt and max_tokens"):
+        sampler.generate([[1], LONG[:60]], max_new_tokens=6, on_tokens=lambda *call: heard.append(call))
+    assert not heard
 
 
 WRONG_OPTIONS = [
@@ -159,6 +201,19 @@ def test_an_unknown_implementation_is_refused(sampler: Sampler) -> None:
     model = Decoder(sampler.config, nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^implementation: .*'nonsense'"):
         Sampler(model, max_requests=2, num_pages=8, implementation="nonsense").start([[1]])
+
+
+def test_completions_whose_logits_are_not_finite_end_alone(dense: Dense) -> None:
+    graph, weights = nnx.split(nnx.clone(dense.model))
+    weights["embedding"]["embedding"][...] = weights["embedding"]["embedding"][...].at[13].set(np.nan)
+    sampler = Sampler(nnx.merge(graph, weights), max_requests=2, num_pages=PAGES, page_size=8, max_context=CONTEXT)
+    prompts = [[13, 1, 2], [14, 1, 2], [3, 4]]
+    texts = [[], *(until_stop(dense.greedy(prompt, 20), [13]) for prompt in prompts[1:])]
+    assert all(13 not in text for text in texts)
+    completions = sampler.generate(prompts, max_new_tokens=20, temperature=0.0)
+    assert [(each.finish_reason, each.tokens) for each in completions] == [
+        ("error" if not text else "length", text) for text in texts
+    ]
 
 
 def test_weights_that_are_not_finite_are_noticed(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:

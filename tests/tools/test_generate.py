@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -30,8 +31,6 @@ from codec_jax.nnx import (
     PUBLISHED,
     Checkpoint,
     Completion,
-    Decoder,
-    Sampler,
     open_checkpoint,
     random_decoder,
 )
@@ -55,7 +54,8 @@ PROMPTS = [row.get("tokens", [9, 10, 11]) for row in ROWS]
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
+    directory = tmp_path_factory.mktemp("model") / "checkpoint"
+    directory.mkdir()
     write_checkpoint(directory, "llama", vocab_size=VOCAB, stop=STOP, max_context=CONTEXT, deviation=1.0, seed=2)
     return directory
 
@@ -94,26 +94,14 @@ def rows_of(file: Path) -> dict[tuple[int, int], dict[str, Any]]:
 
 
 class Finished:
-    """The output of a run that nothing interrupted, and its compiled sampler."""
+    """The output of a run that nothing interrupted. Runs of the same sizes compile nothing."""
 
     def __init__(self, model_dir: Path, directory: Path) -> None:
         self.model_dir, self.directory = model_dir, directory
         self.prompts, self.output = write_prompts(directory, ROWS), directory / "out.jsonl"
         self.arguments = partial(arguments, model_dir, self.prompts)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(generate, "Sampler", self._new_sampler)
-            generate.main(self.arguments(self.output))
+        generate.main(self.arguments(self.output))
         self.rows = rows_of(self.output)
-
-    def _new_sampler(self, model: Decoder, **sizes: int) -> Sampler:
-        self.sampler, self.sizes = Sampler(model, **sizes), sizes
-        return self.sampler
-
-    def same_sampler(self, model: Decoder, **sizes: int) -> Sampler:
-        """The sampler again, in place of one of the same sizes that would have to be compiled."""
-        assert sizes == self.sizes
-        self.sampler.update_weights(model)
-        return self.sampler
 
     def copy(self, directory: Path) -> Path:
         """The output and what is beside it, in another place."""
@@ -169,14 +157,11 @@ def test_log_probabilities_are_those_of_dense_attention(finished: Finished) -> N
         np.testing.assert_allclose(row["logprobs"], want, atol=1e-4)
 
 
-def test_greedy_completions_are_those_of_transformers(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_completions_are_those_of_transformers(finished: Finished, tmp_path: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         finished.model_dir, dtype=torch.float32, local_files_only=True
     )
-    monkeypatch.setattr(generate, "Sampler", finished.same_sampler)
     generate.main(finished.arguments(tmp_path / "out.jsonl", temperature=0))
     rows = rows_of(tmp_path / "out.jsonl")
     assert rows.keys() == finished.rows.keys()
@@ -191,23 +176,19 @@ def test_greedy_completions_are_those_of_transformers(
         assert row["tokens"] == want[0, len(PROMPTS[prompt]) :].tolist()
 
 
-def test_a_stop_token_that_is_no_special_one_is_left_out_of_the_text_too(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_token_that_is_no_special_one_is_left_out_of_the_text_too(finished: Finished, tmp_path: Path) -> None:
     model = copy(finished.model_dir, tmp_path / "model")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["added_tokens"] = []
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert Tokenizer.from_file(str(model / "tokenizer.json")).decode([STOP]) == f"w{STOP}"
-    monkeypatch.setattr(generate, "Sampler", finished.same_sampler)
     generate.main(arguments(model, finished.prompts, tmp_path / "out.jsonl"))
     assert rows_of(tmp_path / "out.jsonl") == finished.rows
 
 
 def test_random_weights_complete_token_ids(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = finished.sampler.config
+    config = replace(open_checkpoint(finished.model_dir).config, dtype=jnp.float32, param_dtype=jnp.float32)
     monkeypatch.setitem(PUBLISHED, "qwen3-4b", replace(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
-    monkeypatch.setattr(generate, "Sampler", finished.same_sampler)
     prompts, output = write_prompts(tmp_path, [{"tokens": prompt} for prompt in PROMPTS]), tmp_path / "out.jsonl"
     generate.main(arguments(tmp_path, prompts, output, model=None, random_weights="qwen3-4b", temperature=0))
     rows = rows_of(output)
@@ -218,6 +199,74 @@ def test_random_weights_complete_token_ids(finished: Finished, tmp_path: Path, m
     context = [*PROMPTS[1], *rows[1, 0]["tokens"]]
     logits = nnx.jit(random_decoder(config))(jnp.asarray([context]))
     assert rows[1, 0]["tokens"] == logits[0, len(PROMPTS[1]) - 1 : -1].argmax(-1).tolist()
+
+
+TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}w6"
+
+
+def test_chats_are_completed_by_the_template_of_the_checkpoint(finished: Finished, tmp_path: Path) -> None:
+    """Two chats begin alike, and one is the tokens of another row."""
+    model = copy(finished.model_dir, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    chat = [{"role": "w9", "content": "w10 w11"}]
+    turns = [*chat, {"role": "w12", "content": "w13"}]
+    rows: list[dict[str, Any]] = [{"messages": chat}, {"messages": turns}, {"tokens": [9, 10, 11, 6]}]
+    prompts, output = write_prompts(tmp_path, [*rows, {"messages": "w1"}]), tmp_path / "out.jsonl"
+    error = refused(arguments(model, prompts, output))
+    assert error.splitlines()[1:] == ["  line 4: messages: expected a list of at least one message, got 'w1'"]
+    generate.main(arguments(model, write_prompts(tmp_path, rows), output, temperature=0, samples=1))
+    tokens = {prompt: row["tokens"] for (prompt, _), row in rows_of(output).items()}
+    assert tokens[0] == tokens[2]
+    decoder = open_checkpoint(model).load(jnp.float32)
+    context = [9, 10, 11, 12, 13, 6, *tokens[1]]
+    assert nnx.jit(decoder)(jnp.asarray([context]))[0, 5:-1].argmax(-1).tolist() == tokens[1]
+
+
+@pytest.mark.parametrize("option", ["stop", "stop_token"])
+def test_texts_end_where_they_are_asked_to(finished: Finished, tmp_path: Path, option: str) -> None:
+    """With words of two completions as stops, those of the finished run are cut at whichever comes first."""
+    first, second = [row["tokens"] for row in finished.rows.values() if row["finish_reason"] == "length"][:2]
+    stops = {first[4], second[9]}
+    given = finished.arguments(tmp_path / "out.jsonl")
+    for stop in stops:
+        given += ["--" + option.replace("_", "-"), f"w{stop} " if option == "stop" else str(stop)]
+    generate.main(given)
+    rows, cut = rows_of(tmp_path / "out.jsonl"), 0
+    for key, row in finished.rows.items():
+        tokens, text = row["tokens"], row["text"]
+        # A string that ends with a space is there when the next word is.
+        more = [i for i in range(len(tokens) - 1) if tokens[i + 1] != STOP] if option == "stop" else range(len(tokens))
+        if ends := [i for i in more if tokens[i] in stops]:
+            text = " ".join(f"w{token}" for token in tokens[: ends[0]])
+            tokens = tokens[: ends[0] + 1 + (option == "stop")]
+        assert rows[key]["tokens"] == tokens
+        assert rows[key]["text"].rstrip() == text
+        assert rows[key]["finish_reason"] == ("stop" if ends else row["finish_reason"])
+        assert len(rows[key]["logprobs"]) == len(tokens)
+        cut += bool(ends)
+    assert cut > 4
+
+
+def test_a_document_is_computed_once_however_few_are_decoded_at_a_time(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """With a single row, whatever a request does not find in the cache is computed for it."""
+    generate.main(finished.arguments(tmp_path / "out.jsonl", max_requests=1))
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert {key: row["tokens"] for key, row in rows.items()} == {
+        key: row["tokens"] for key, row in finished.rows.items()
+    }
+    [numbers] = re.findall(
+        r"(\d+) tokens in .* tokens/s, .*; (\d+) tokens of prompts, (\d+) if .* factor ([\d.]+); (\d+) found",
+        capsys.readouterr().err,
+    )
+    generated, given, different, factor, cached = map(float, numbers)
+    assert generated == sum(len(row["tokens"]) for row in rows.values())
+    assert given == SAMPLES * sum(map(len, PROMPTS))
+    assert different == len({tuple(prompt[:end]) for prompt in PROMPTS for end in range(1, len(prompt) + 1)})
+    assert factor == round(given / different, 1)
+    # Of nine requests with the document all but the first find its two whole pages.
+    assert 8 * 32 <= cached < given - different
 
 
 # --- Interruptions ----------------------------------------------------------------------------------------------
@@ -241,9 +290,7 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(
     status: int,
     message: str,
 ) -> None:
-    """The sizes of the sampler are the same too, whatever is left to do."""
     output, write = tmp_path / "out.jsonl", ResultFile.write
-    monkeypatch.setattr(generate, "Sampler", finished.same_sampler)
 
     def interrupted(self: ResultFile, *row: Any) -> None:
         if len(self.finished) == 4:
@@ -266,7 +313,7 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(
     assert tokens == {key: row["tokens"] for key, row in finished.rows.items()}
 
 
-def test_a_process_that_is_interrupted_while_it_compiles_goes_on_in_other_batches(
+def test_a_process_that_is_interrupted_while_it_compiles_goes_on_with_other_sizes(
     finished: Finished, tmp_path: Path
 ) -> None:
     """Two requests at a time in place of all, prompts from a pipe, and from `python -m codec_jax`.
@@ -311,49 +358,49 @@ def test_a_finished_run_is_left_alone_and_says_so(
     assert f"18 completions are in {output}" in said
 
 
-def test_a_prompt_whose_logits_are_not_finite_fails_alone(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a token whose embedding is NaN, whoever reads it fails, and nobody else."""
+def test_a_prompt_whose_logits_are_not_finite_fails_alone(finished: Finished, tmp_path: Path) -> None:
+    """With a token whose embedding is NaN, those that read it fail, and nobody else."""
     model, output = copy(finished.model_dir, tmp_path / "model"), tmp_path / "out.jsonl"
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][RARE] = np.nan
     save_file(weights, model / "model.safetensors")
-    steps = finished.sampler.steps
-    want = {}
+    reads = {}  # tokens that a completion has when it feeds the broken one
     for (prompt, sample), row in finished.rows.items():
         context = [*PROMPTS[prompt], *row["tokens"]]
-        reads = context.index(RARE) + 1 - len(PROMPTS[prompt]) if RARE in context[:-1] else None
-        if reads is None:
-            want[prompt, sample] = row["finish_reason"], row["tokens"]
-        else:  # what was generated up to the last look at the device
-            want[prompt, sample] = "error", row["tokens"][: max(reads, 0) // steps * steps]
-    failed = [key for key, (reason, _) in want.items() if reason == "error"]
-    assert {len(want[key][1]) for key in failed} == {0, steps}
-    assert len({prompt for prompt, _ in failed}) < len(PROMPTS)
+        if RARE in context[:-1]:
+            reads[prompt, sample] = max(context.index(RARE) + 1 - len(PROMPTS[prompt]), 0)
+    assert len({prompt for prompt, _ in reads}) < len(PROMPTS)
+    assert len(set(reads.values())) > 2
 
-    lines = f"in lines {', '.join(str(prompt + 1) for prompt in sorted({prompt for prompt, _ in failed}))};"
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "Sampler", finished.same_sampler)
-        error = refused(arguments(model, finished.prompts, output))
-    assert f"ended {len(failed)} of them" in error
+    lines = f"in lines {', '.join(str(prompt + 1) for prompt in sorted({prompt for prompt, _ in reads}))};"
+    error = refused(arguments(model, finished.prompts, output))
+    assert f"ended {len(reads)} of them" in error
     assert lines in error
     assert "NaN" not in output.read_text()
     rows = rows_of(output)
-    assert {key: (row["finish_reason"], row["tokens"]) for key, row in rows.items()} == want
-    for key in failed:
-        assert len(rows[key]["logprobs"]) == len(rows[key]["tokens"])
-        assert rows[key]["text"] == " ".join(f"w{token}" for token in rows[key]["tokens"])
+    assert {key for key, row in rows.items() if row["finish_reason"] == "error"} == reads.keys()
+    for key, row in rows.items():
+        if key not in reads:
+            assert (row["finish_reason"], row["tokens"]) == (
+                finished.rows[key]["finish_reason"],
+                finished.rows[key]["tokens"],
+            )
+            continue
+        # What was generated up to the last look at the device.
+        assert len(row["tokens"]) <= reads[key]
+        assert row["tokens"] == finished.rows[key]["tokens"][: len(row["tokens"])]
+        assert len(row["logprobs"]) == len(row["tokens"])
+        assert row["text"] == " ".join(f"w{token}" for token in row["tokens"])
+    assert any(rows[key]["tokens"] for key in reads)
 
     # They are not made again, and the command says so again, until they are deleted.
     before = output.read_bytes()
     assert lines in refused(arguments(model, finished.prompts, output))
     assert output.read_bytes() == before
     output.write_bytes(b"".join(line for line in before.splitlines(True) if b'"error"' not in line))
-    monkeypatch.setattr(generate, "Sampler", finished.same_sampler)
     assert lines in refused(arguments(model, finished.prompts, output))
     assert {key: row["finish_reason"] for key, row in rows_of(output).items()} == {
-        key: reason for key, (reason, _) in want.items()
+        key: row["finish_reason"] for key, row in rows.items()
     }
 
 
@@ -408,6 +455,10 @@ def refused(argv: list[str]) -> str:
         ("temperature", 0.5, "temperature: 1.0, now 0.5"),
         ("top_k", 2, "top_k: None, now 2"),
         ("top_p", 0.5, "top_p: 1.0, now 0.5"),
+        ("min_p", 0.5, "min_p: 0.0, now 0.5"),
+        ("repetition_penalty", 1.5, "repetition_penalty: 1.0, now 1.5"),
+        ("stop", "w7", "stop: [], now ['w7']"),
+        ("stop_token", 7, "stop_token: [], now [7]"),
         ("samples", 2, "samples: 3, now 2"),
         ("max_new_tokens", 8, "max_new_tokens: 20, now 8"),
         ("dtype", "bfloat16", "dtype: 'float32', now 'bfloat16'"),
@@ -503,10 +554,11 @@ BAD = {
     b"": "expected JSON, got b''",
     b'{"text": "w1"': "expected JSON, got",
     b'{"text": "\xff"}': "expected JSON, got",
-    b"[1, 2]": 'expected an object with either "text" or "tokens", got',
-    b'{"prompt": "w1"}': 'expected an object with either "text" or "tokens", got',
-    b'{"text": "w1", "tokens": [1]}': 'expected an object with either "text" or "tokens", got',
+    b"[1, 2]": 'expected an object with one of "text", "messages" and "tokens", got',
+    b'{"prompt": "w1"}': 'expected an object with one of "text", "messages" and "tokens", got',
+    b'{"text": "w1", "tokens": [1]}': 'expected an object with one of "text", "messages" and "tokens", got',
     b'{"text": 7}': 'expected a string as "text", got 7',
+    b'{"messages": [{"role": "user", "content": "w1"}]}': 'expected "text" or "tokens": checkpoint has no',
     b'{"text": " "}': "expected at least one token, got none",
     b'{"tokens": []}': "expected at least one token, got none",
     b'{"tokens": "w1"}': 'expected a list of token ids as "tokens"',
@@ -540,16 +592,20 @@ def test_no_prompts_are_refused(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_random_weights_take_no_text(tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path, [{"tokens": [1]}, {"text": "w1"}])
-    error = refused(arguments(tmp_path, prompts, tmp_path / "o", model=None, random_weights="llama-3.2-1b"))
-    assert error.splitlines()[1:] == ['  line 2: expected "tokens": random weights have no tokenizer for "text"']
+    rows: list[dict[str, Any]] = [{"tokens": [1]}, {"text": "w1"}, {"messages": []}]
+    given = partial(arguments, tmp_path, output=tmp_path / "o", model=None, random_weights="llama-3.2-1b")
+    assert refused(given(write_prompts(tmp_path, rows))).splitlines()[1:] == [
+        f'  line {line}: expected "tokens": random weights have no tokenizer for "{kind}"'
+        for line, kind in ((2, "text"), (3, "messages"))
+    ]
+    assert "--stop: expected none" in refused(given(write_prompts(tmp_path, rows[:1]), stop="w1"))
 
 
 @pytest.mark.usefixtures("_no_work")
 def test_prompts_whose_kv_does_not_fit_are_listed(finished: Finished, tmp_path: Path) -> None:
-    """A page of 16 tokens takes 4 KiB here: four pages are two for a prompt, and two for what is new."""
-    error = refused(finished.arguments(tmp_path / "o", kv_cache_gib=4 * 2**12 / 2**30))
-    assert error.splitlines()[1:] == [f"  line {line}: needs 5 pages" for line in (1, 3, 5)]
+    """A page of 16 tokens takes 4 KiB here; of a completion, all tokens but the last are kept."""
+    error = refused(finished.arguments(tmp_path / "o", kv_cache_gib=3 * 2**12 / 2**30))
+    assert error.splitlines()[1:] == [f"  line {line}: needs 4 pages" for line in (1, 3, 5)]
 
 
 @pytest.mark.usefixtures("_no_work")
@@ -558,6 +614,10 @@ def test_prompts_whose_kv_does_not_fit_are_listed(finished: Finished, tmp_path: 
     [
         ("temperature", -1, "temperature: expected a finite number of at least 0, got -1.0"),
         ("top_p", 0, "top_p: expected a probability in"),
+        ("min_p", 2, "min_p: expected a probability in"),
+        ("repetition_penalty", 0, "repetition_penalty: expected a number above 0"),
+        ("stop", "", "stop"),
+        ("stop_token", VOCAB, f"stop_tokens: expected tokens in [0, {VOCAB})"),
     ],
 )
 def test_sampling_options_out_of_range_are_refused(
@@ -589,18 +649,3 @@ def test_numbers_that_cannot_be_are_refused(
             generate.main(finished.arguments(tmp_path / "o", **{option: value}))
         error = capsys.readouterr().err
         assert f"argument --{option.replace('_', '-')}: expected {message}, got '{value}'" in error
-
-
-# --- Streams ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("streams", [[0], [0, -1], [0, 1, 2], [0.5, 1.0]])
-def test_streams_must_be_one_number_for_each_request(finished: Finished, streams: list) -> None:
-    with pytest.raises(ValueError, match=r"^streams: expected "):
-        finished.sampler.start([[1], [2]], streams=streams)
-
-
-def test_forks_draw_from_streams_that_no_request_has(finished: Finished) -> None:
-    state = finished.sampler.start([[6], [7]], streams=[4, 1])
-    state, forks = finished.sampler.fork(state, [0, 1])
-    assert state.stream[[0, 1, *forks]].tolist() == [4, 1, 5, 6]
