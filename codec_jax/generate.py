@@ -47,7 +47,6 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from codec_jax import checks
-from codec_jax.forest.radix_tree import common_prefix
 from codec_jax.nnx import (
     PUBLISHED,
     ChatTemplate,
@@ -319,7 +318,6 @@ def _generate(
         return
     texts = [prompts[number // samples] for number in todo]
     given = sum(map(len, texts))
-    different = given - sum(map(common_prefix, texts, texts[1:]))
     with tqdm(total=total, initial=len(results.finished), unit="completion", desc="loading", miniters=0) as bar:
         engine = Engine(  # of the same sizes whatever is left to do, so that a run goes on as it began
             model.load(),
@@ -349,8 +347,8 @@ def _generate(
     seconds, stats = time.perf_counter() - start, engine.stats
     _say(
         f"{stats.generated_tokens} tokens in {seconds:.1f} s, {stats.generated_tokens / seconds:.1f} tokens/s, "
-        f"compilation included; {given} tokens of prompts, {different} if what they share counts once: sharing factor "
-        f"{given / different:.1f}; {stats.cached_tokens} found in the cache"
+        f"compilation included; {given} tokens of prompts, {stats.computed_tokens} of them computed: sharing factor "
+        f"{given / stats.computed_tokens:.1f}"
     )
 
 

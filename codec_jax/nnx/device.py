@@ -56,14 +56,23 @@ class Device:
         graph, self._weights = split(model)
         self._run = _program(graph, steps, implementation)
         self._set_history = jax.jit(History.set_row, donate_argnums=0)
-        self._pages = model.new_cache(self._num_pages, page_size)
+        self._page_size = page_size
+        self._options: tuple[tuple[int | None, ...], RowOptions] | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._pages = self._config.new_cache(self._num_pages, self._page_size)
         self._carried = Carried(
             token=jnp.zeros(self._rows, jnp.int32),
             stopped=jnp.zeros(self._rows, bool),
             grown=jnp.zeros(self._rows, jnp.int32),
-            history=History.empty(self._rows, model.config.vocab_size),
+            history=History.empty(self._rows, self._config.vocab_size),
         )
-        self._options: tuple[tuple[int | None, ...], RowOptions] | None = None
+
+    def restart(self) -> None:
+        """Allocate anew if a step took the arrays, and gave none back."""
+        if any(array.is_deleted() for array in jax.tree.leaves((self._pages, self._carried))):
+            self._allocate()
 
     def update_weights(self, model: Decoder) -> None:
         """Take other weights, for the steps from here on. Raises ValueError for those of another model."""

@@ -28,14 +28,13 @@ from codec_jax.forest import PrefixCache
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.device import Device
 from codec_jax.nnx.engine_step import Outcome
-from codec_jax.nnx.landing import fetch, finish, take_scores, take_tokens, tell
+from codec_jax.nnx.landing import begin, failing_alone, fetch, finish, take_scores, take_tokens, tell
 from codec_jax.nnx.memory import pages_that_fit
-from codec_jax.nnx.params import Matcher, SamplingParams
+from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.prefill import chunk_tokens
 from codec_jax.nnx.request import Request, Update
 from codec_jax.nnx.scheduler import Scheduler, Step
 from codec_jax.nnx.stats import Stats, count
-from codec_jax.nnx.text import TextStream
 
 
 class _Flight(NamedTuple):
@@ -146,7 +145,7 @@ class Engine:
         params = SamplingParams() if params is None else params
         checks.instance("params", params, SamplingParams)
         request = Request(next(self._ids), self._tokens("prompt", prompt), params, on_update)
-        return self._submit(request, params.matcher)
+        return self._submit(request)
 
     def submit_samples(
         self,
@@ -202,7 +201,7 @@ class Engine:
             logprobs=list(request.logprobs),
             top_logprobs=list(request.top_logprobs),
         )  # fmt: skip
-        return self._submit(new, request.matcher if params.matcher is request.params.matcher else params.matcher)
+        return self._submit(new)
 
     def abort(self, request: Request) -> None:
         """End a request with what it has; nothing happens to one that is finished.
@@ -232,7 +231,7 @@ class Engine:
                 f"prompt: expected at most {max(room, 0)} pages of {self._page_size} tokens to pin, which leaves room "
                 f"for each of the requests that there are, got {pages}; unpin others or make the pool larger"
             )
-        self._pins[self._submit(request, None)] = None
+        self._pins[self._submit(request)] = None
         return request
 
     def unpin(self, request: Request) -> None:
@@ -267,8 +266,18 @@ class Engine:
         """Dispatch the next step, and take in the one before: return the requests of which something is new.
 
         An error of one request, such as logits that are not finite or a callback that raises, ends this request with
-        `finish_reason` "error" and is its `error`. The others go on.
+        `finish_reason` "error" and is its `error`. The others go on. After any other error, or an interruption, all
+        that was computed is forgotten, and the next step computes it again.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._flight = None
+            self._device.restart()
+            self._restart()
+            raise
+
+    def _step(self) -> list[Request]:
         news, self._news = self._news, []
         # What a matcher allows depends on the last token: nothing is done ahead while there is one.
         if any(running.request.matcher is not None for running in self._scheduler.running):
@@ -350,7 +359,7 @@ class Engine:
                 given = self._tokens(f"prompts[{i}]", prompt)
                 tokens = np.concatenate([given, self._tokens(f"completions[{i}]", completion)])
                 requests.append(Request(next(self._ids), tokens, params, scored_from=len(given) - 1))
-                self._submit(requests[-1], None)
+                self._submit(requests[-1])
             self._finish_all(requests)
         for request in requests:
             if request.error is not None:
@@ -369,16 +378,22 @@ class Engine:
         """
         self._device.update_weights(model)
         self._news += self._land()
-        self._scheduler.requeue()
-        self._scheduler.cache = self._scheduler.cache.drop()
-        for request, pages in self._pins.items():
-            if pages is not None:
-                self._pins[request] = request.finish_reason = None
-                self._scheduler.queue.appendleft(request)
+        self._restart()
 
     def warm_up(self) -> None:
         """Compile what steps run, so that the first requests do not wait for it."""
         self._device.warm_up(self._scheduler.cache)
+
+    def _restart(self) -> None:
+        """Send everybody back to the queue, with what they have generated, and pinned prefixes before them."""
+        self._scheduler.restart()
+        for request, pages in self._pins.items():
+            if pages is not None:
+                self._pins[request] = request.finish_reason = None
+                self._scheduler.queue.appendleft(request)
+        for request in self._scheduler.queue:
+            with failing_alone(request):
+                begin(request, self.tokenizer)
 
     # ------------------------------------------------------------------ on the way in
 
@@ -400,7 +415,7 @@ class Engine:
     def _pages_unpinned(self) -> int:
         return int(np.count_nonzero(self._scheduler.cache.pins == 0))
 
-    def _submit(self, request: Request, matcher: Matcher | None) -> Request:
+    def _submit(self, request: Request) -> Request:
         params = request.params
         params.check(self.config.vocab_size)
         total, pages, room = len(request.prompt) + params.max_tokens, self._pages_alone(request), self._pages_unpinned()
@@ -414,15 +429,9 @@ class Engine:
                 f"prompt: expected at most {room} pages for prompt and max_tokens, which the pool has beside what is "
                 f"pinned, got {pages}; generate fewer tokens, or make the pool larger"
             )
-        if self.tokenizer is not None and params.max_tokens:
-            request.stream = TextStream(self.tokenizer, params.stop)
-            request.stream.push(request.tokens)
-            request.text = request.stream.text
-        elif params.stop:
+        if params.stop and self.tokenizer is None:
             raise ValueError("stop: expected no stop strings, for the engine has no tokenizer; use stop_tokens")
-        if matcher is not None:
-            request.matcher = matcher.deep_copy()
-            request.mask = request.matcher.compute_bitmask()
+        begin(request, self.tokenizer)
         self._submitted += 1
         self._scheduler.queue.append(request)
         return request

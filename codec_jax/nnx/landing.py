@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from tokenizers import Tokenizer
 
 from codec_jax.errors import LogitsError
 from codec_jax.nnx.engine_step import Outcome
 from codec_jax.nnx.request import FinishReason, Request, Update
 from codec_jax.nnx.scheduler import Running, Scheduler, Step
+from codec_jax.nnx.text import TextStream
 
 
 class Landed(NamedTuple):
@@ -44,6 +46,22 @@ def fetch(step: Step, outcome: Outcome) -> Landed:
     )  # fmt: skip
 
 
+def begin(request: Request, tokenizer: Tokenizer | None) -> None:
+    """Give a request the text and the state of the matcher that belong to its tokens, whatever it had before."""
+    params, got = request.params, min(len(request.tokens), len(request.logprobs))
+    if params.top_logprobs:
+        got = min(got, len(request.top_logprobs))
+    for of_tokens in (request.tokens, request.logprobs, request.top_logprobs):
+        del of_tokens[got:]  # an interruption may come in between
+    if tokenizer is not None and params.max_tokens:
+        request.stream = TextStream(tokenizer, params.stop)
+        request.stream.push(request.tokens)
+        request.text = request.stream.text
+    if params.matcher is not None:
+        request.matcher = params.matcher.deep_copy()
+        _consume(request, request.tokens)
+
+
 def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Request, int]:
     """Give the requests their tokens, and tell those who listen; return how many each got."""
     drawn: dict[Running, list[int]] = {}
@@ -51,7 +69,7 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
     going = [running for running in step.drawing if not running.request.finished]
     for running in going:
         request, tokens = running.request, landed.tokens[running.row]
-        with _failing_alone(request):
+        with failing_alone(request):
             _check_finite(~landed.broken[running.row], request)
             drawn[running], reasons[running] = _accepted(request, tokens[tokens >= 0].tolist())
     scheduler.grow(drawn)
@@ -76,7 +94,7 @@ def take_scores(step: Step, landed: Landed, chunk_tokens: int) -> list[Request]:
         if piece.score < end and not request.finished:
             at = chunk_tokens - piece.end
             scores = landed.scores[row, at + piece.score : at + end]
-            with _failing_alone(request):
+            with failing_alone(request):
                 _check_finite(np.isfinite(scores).all(), request)
                 request.prompt_logprobs.extend(scores.tolist())
             failed += [request] * request.finished
@@ -91,7 +109,7 @@ def tell(request: Request, tokens: list[int], reason: FinishReason | None) -> No
     elif request.stream is not None:
         request.text = request.stream.text
     if request.on_update is not None:
-        with _failing_alone(request):
+        with failing_alone(request):
             request.on_update(request, Update(tokens, request.text[before:], reason))
 
 
@@ -111,17 +129,23 @@ def _accepted(request: Request, tokens: list[int]) -> tuple[list[int], FinishRea
         if request.stream.stopped:
             tokens, stop = tokens[: request.stream.kept_tokens - len(request.tokens)], True
     if request.matcher is not None:
-        for token in tokens:
-            if not request.matcher.consume_token(token):
-                raise ValueError(f"matcher: expected token {token} to be consumed, which it had allowed")
-        request.mask = request.matcher.compute_bitmask()
+        _consume(request, tokens)
         stop = stop or request.matcher.is_stopped()
     at_end = len(request.tokens) + len(tokens) >= request.params.max_tokens
     return tokens, "stop" if stop else "length" if at_end else None
 
 
+def _consume(request: Request, tokens: Sequence[int]) -> None:
+    """Tell a request's matcher of tokens, and ask what may come next."""
+    assert request.matcher is not None
+    for token in tokens:
+        if not request.matcher.consume_token(token):
+            raise ValueError(f"matcher: expected token {token} to be consumed, which it had allowed")
+    request.mask = request.matcher.compute_bitmask()
+
+
 @contextmanager
-def _failing_alone(request: Request) -> Iterator[None]:
+def failing_alone(request: Request) -> Iterator[None]:
     """End a request, and nothing else, with an error that is raised here."""
     try:
         yield

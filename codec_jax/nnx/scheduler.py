@@ -80,7 +80,7 @@ class Scheduler:
         self.cache = cache
         self.queue: deque[Request] = deque()
         self.running: list[Running] = []  # in the order of entry
-        self.preempted = self.prompt_tokens = self.cached_tokens = 0  # counts
+        self.preempted = self.prompt_tokens = self.cached_tokens = self.computed_tokens = 0  # counts
         self._steps, self._chunks, self._chunk_tokens, self._room = steps, chunks, chunk_tokens, room
 
     def schedule(self) -> Step | None:
@@ -97,6 +97,7 @@ class Scheduler:
         first = {running: running.first for running in drawing if running.first is not None}
         for running in first:
             running.first = None
+        self.computed_tokens += sum(max(piece.end - piece.store, 0) for piece in pieces) + len(first)
         return Step(pieces, drawing, first, finishing)
 
     def grow(self, drawn: Mapping[Running, list[int]]) -> None:
@@ -126,10 +127,12 @@ class Scheduler:
         for running, scheduled in step.drawing.items():
             running.flying -= scheduled
 
-    def requeue(self) -> None:
-        """Send everybody back to the queue, as for new weights; nothing may be in flight."""
-        for running in reversed(self.running):
-            self._give_way(running)
+    def restart(self) -> None:
+        """Forget what was computed, and send those inside back to the head of the queue; nothing is in flight."""
+        requests = dict.fromkeys([*(running.request for running in self.running), *self.queue])
+        self.queue = deque(request for request in requests if not request.finished)
+        self.running = []
+        self.cache = PrefixCache.create(self.cache.pool.num_pages, self.cache.tree.page_size, len(self.cache.tree.leaf))
 
     # ------------------------------------------------------------------ inside or not
 
@@ -185,10 +188,10 @@ class Scheduler:
             self.running = [running for running in self.running if running not in leaving]
 
     def _give_way(self, running: Running) -> None:
+        self.queue.appendleft(running.request)
         self._leave([running])
         if not self.running:  # alone it finds room if nothing that it left is in its way
             self.cache = self.cache.evict(self.cache.num_cached)
-        self.queue.appendleft(running.request)
 
     # ------------------------------------------------------------------ what they do
 

@@ -17,6 +17,7 @@ class Stats:
     steps: int
     prompt_tokens: int  # of requests that entered
     cached_tokens: int  # of those, found in the cache
+    computed_tokens: int  # of those, computed: each once, whoever shares it
     generated_tokens: int
     waiting: int
     running: int
@@ -35,6 +36,7 @@ def count(scheduler: Scheduler, submitted: int, steps: int, generated_tokens: in
         steps=steps,
         prompt_tokens=scheduler.prompt_tokens,
         cached_tokens=scheduler.cached_tokens,
+        computed_tokens=scheduler.computed_tokens,
         generated_tokens=generated_tokens,
         waiting=waiting,
         running=running,

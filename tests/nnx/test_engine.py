@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from cases import CONTEXT, DOCUMENT, LONG, PROMPTS, QUESTIONS, VOCAB, Dense, Setup
+from cases import CONTEXT, DOCUMENT, LONG, PROMPTS, QUESTIONS, VOCAB, Dense, Setup, small_tiles
 from engines import assert_alone, assert_no_page_leaked, greedy, leave_pages, make_engine, run
 from flax import nnx
 
 from codec_jax.errors import LogitsError
-from codec_jax.nnx import Decoder
+from codec_jax.nnx import Decoder, landing
+from codec_jax.nnx import engine as engine_module
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.request import Request, Update
@@ -284,6 +286,44 @@ def test_logits_that_are_not_finite_end_their_request_and_are_not_cached(setup: 
     with pytest.raises(LogitsError, match="logits: expected finite numbers"):
         engine.score([[1]], [[13, 2]])
     assert engine._scheduler.cache.match([1, 2, 13, *range(12)]).length == 0
+
+
+@pytest.mark.parametrize("place", ["schedule", "dispatch", "run", "fetch", "grow", "finish"])
+def test_an_interruption_costs_only_time(
+    place: str, engine: Engine, dense: Dense, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes, also while the device has the pages: everybody goes on with what was generated."""
+    pin = engine.pin(DOCUMENT)
+    requests = [engine.submit(prompt, greedy(15 + i)) for i, prompt in enumerate(PROMPTS * 2)]
+    target, name = {
+        "schedule": (engine._scheduler, "_compute"),
+        "dispatch": (engine._device, "_chunks"),
+        "run": (engine._device, "_run"),
+        "fetch": (engine_module, "fetch"),
+        "grow": (engine._scheduler, "grow"),
+        "finish": (landing, "finish"),
+    }[place]
+    works = getattr(target, name)
+
+    def interrupted(*arguments: Any) -> None:
+        works(*arguments)
+        monkeypatch.undo()
+        small_tiles(monkeypatch)
+        raise KeyboardInterrupt
+
+    for steps in (1, 3, 2):
+        for _ in range(steps):
+            engine.step()
+        monkeypatch.setattr(target, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+        requests.append(engine.submit(PROMPTS[0], greedy(12)))
+    run(engine)
+    for request in requests:
+        assert request.finish_reason == "length"
+        assert_alone(request, dense)
+    assert engine._scheduler.cache.match(DOCUMENT).length == len(DOCUMENT)
+    engine.unpin(pin)
 
 
 # --- Steady state ------------------------------------------------------------------------------------------------

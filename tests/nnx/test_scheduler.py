@@ -101,7 +101,7 @@ def test_10000_operations_lose_nothing(num_pages: int, room: float) -> None:
             aborted.finish_reason = aborted.finish_reason or "abort"
         elif event < 0.34:
             simulation.land()
-            simulation.scheduler.requeue()
+            simulation.scheduler.restart()
         else:
             simulation.step()
         while waiting and waiting[0].finished:
