@@ -257,16 +257,16 @@ def test_a_document_is_computed_once_however_few_are_decoded_at_a_time(
         key: row["tokens"] for key, row in finished.rows.items()
     }
     [numbers] = re.findall(
-        r"(\d+) tokens in .* tokens/s, .*; (\d+) tokens of prompts, (\d+) if .* factor ([\d.]+); (\d+) found",
+        r"(\d+) tokens in .* tokens/s, .*; (\d+) tokens of prompts, (\d+) of them computed: sharing factor ([\d.]+)",
         capsys.readouterr().err,
     )
-    generated, given, different, factor, cached = map(float, numbers)
+    generated, given, computed, factor = map(float, numbers)
     assert generated == sum(len(row["tokens"]) for row in rows.values())
     assert given == SAMPLES * sum(map(len, PROMPTS))
-    assert different == len({tuple(prompt[:end]) for prompt in PROMPTS for end in range(1, len(prompt) + 1)})
-    assert factor == round(given / different, 1)
+    assert factor == round(given / computed, 1)
     # Of nine requests with the document all but the first find its two whole pages.
-    assert 8 * 32 <= cached < given - different
+    different = len({tuple(prompt[:end]) for prompt in PROMPTS for end in range(1, len(prompt) + 1)})
+    assert different <= computed <= given - 8 * 32
 
 
 # --- Interruptions ----------------------------------------------------------------------------------------------
