@@ -60,7 +60,7 @@ def _list_results(app, docname, source):
 
 def _readable(code):
     """Write Float[Array, "B T"] as Float[B, T], whatever kind of array it is."""
-    shape = r"""(Float|Int|Bool|Key)\[[\w.]+, ['"] ?([^'"]*)['"]\]"""
+    shape = r"""(Float|Int|UInt16|UInt32|Bool|Key)\[[\w.]+, ['"] ?([^'"]*)['"]\]"""
     return re.sub(shape, lambda m: f"{m[1]}[{', '.join(m[2].split()) or '()'}]", code)
 
 
@@ -74,8 +74,8 @@ def _has_fields(obj):
 
 
 def _readable_signature(app, what, name, obj, options, signature, returns):
-    """Sign functions as their source does; classes of fields need no signature."""
-    if what == "class" and _has_fields(obj):
+    """Sign functions as their source does; classes of fields and protocols need no signature."""
+    if what == "class" and (_has_fields(obj) or getattr(obj, "_is_protocol", False)):
         return "", None
     if what not in ("class", "function", "method"):
         return None

@@ -1,0 +1,408 @@
+"""Rollouts for Tunix: against dense forward passes, Tunix' own rollout, and its learner."""
+
+import importlib.util
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from codec_jax import LogitsError, rollout
+from codec_jax.nnx import Decoder, DecoderConfig
+from codec_jax.rollout import EngineRollout, Policy, left_padded, seed_number
+
+tunix_only = pytest.mark.skipif(importlib.util.find_spec("tunix") is None, reason="google-tunix is not installed")
+
+VOCAB, PAD, BOS, EOS = 40, 0, 1, 2
+PROMPT, NEW = 24, 12  # at most
+PROMPTS = ["7 8 9", "30 31 32 33 34 35 36 37 38 39 30 31 32 33 34 35 36 37 38 39", "11", "7 8 9", "7 8 20 21"]
+
+
+class Numbers:
+    """A tokenizer whose tokens are written as numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+    def bos_id(self) -> int:
+        return BOS
+
+    def eos_id(self) -> int:
+        return EOS
+
+    def pad_id(self) -> int:
+        return PAD
+
+
+def random_policy(seed: int) -> Policy:
+    """Weights that make for sharp attention and texts that do not repeat; padding is never the most likely token."""
+    config = DecoderConfig(
+        VOCAB, 32, 48, 2, 4, 2, 16, tied_embeddings=False, dtype=jnp.float32, param_dtype=jnp.float32
+    )
+    policy, rng = Policy(config, nnx.Rngs(0)), np.random.default_rng(seed)
+    for _, variable in nnx.to_flat_state(nnx.state(policy)):
+        shape = variable.get_value().shape
+        values = np.ones(shape) if len(shape) == 1 else rng.normal(size=shape) * 2 * shape[0] ** -0.5
+        variable.set_value(jnp.asarray(values, jnp.float32))
+    policy.head.kernel.set_value(policy.head.kernel[...].at[:, PAD].set(0.0))
+    return policy
+
+
+def dense_logits(model: Decoder, tokens: list[int]) -> np.ndarray:
+    """Logits of what follows each token, of one sequence without padding on its left."""
+    padded = np.zeros((1, PROMPT + NEW), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_forward(*nnx.split(model), padded)[0, : len(tokens)], np.float64)
+
+
+@jax.jit(static_argnums=0)
+def _forward(graph: Any, weights: Any, tokens: jax.Array) -> jax.Array:
+    return Decoder.__call__(nnx.merge(graph, weights), tokens)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def dense_logprobs(model: Decoder, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> np.ndarray:
+    logits = dense_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
+    return log_softmax(logits / temperature)[np.arange(len(tokens)), tokens]
+
+
+def greedy(model: Decoder, prompt: list[int]) -> list[int]:
+    """The most likely tokens, up to the one that ends a text."""
+    context = list(prompt)
+    while len(context) < len(prompt) + NEW and (len(context) == len(prompt) or context[-1] != EOS):
+        context.append(int(dense_logits(model, context)[-1].argmax()))
+    return context[len(prompt) :]
+
+
+def encoded(prompt: str) -> list[int]:
+    return [BOS, *Numbers().encode(prompt)]
+
+
+# ---------------------------------------------------------------------- without Tunix
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), max_size=4), st.integers(0, 9))
+def test_prompts_are_padded_on_the_left(rows, width):
+    if any(len(row) > width for row in rows):
+        with pytest.raises(ValueError, match=r"^prompts\[\d\]: expected at most max_prompt_length"):
+            left_padded(rows, width, PAD)
+    else:
+        assert left_padded(rows, width, PAD).tolist() == [[PAD] * (width - len(row)) + row for row in rows]
+
+
+def test_seeds_are_numbers_or_keys():
+    assert [seed_number(seed) for seed in (None, 5, jnp.int32(5), jax.random.key(5))] == [0, 5, 5, 5]
+    keys = jax.random.split(jax.random.key(0), 20)
+    assert len({seed_number(key) for key in keys}) == 20
+    assert [seed_number(key) for key in keys] == [seed_number(jax.random.key_data(key)) for key in keys]
+    assert all(0 <= seed_number(key) < 2**32 for key in keys)
+
+
+def masks_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and the causal mask of padded rows."""
+    there = tokens != PAD
+    causal = np.tril(np.ones((tokens.shape[1],) * 2, bool))
+    return np.maximum(there.cumsum(1) - 1, 0).astype(np.int32), there[:, None] & causal[None]
+
+
+@jax.jit(static_argnums=0)
+def call(graph: Any, weights: Any, *arguments: Any) -> Any:
+    return nnx.merge(graph, weights)(*arguments)
+
+
+ROWS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
+
+
+def test_a_policy_sees_no_padding():
+    policy, tokens = random_policy(0), left_padded(ROWS, 8, PAD)
+    positions, mask = masks_of(tokens)
+    logits, cache = call(*nnx.split(policy), tokens, positions, None, mask)
+    assert cache is None
+    for row, got in zip(ROWS, np.asarray(logits), strict=True):
+        np.testing.assert_allclose(got[8 - len(row) :], dense_logits(policy, row), atol=1e-4)
+
+
+def test_a_policy_goes_on_from_its_cache():
+    policy, tokens = random_policy(0), left_padded(ROWS, 8, PAD)
+    positions, mask = masks_of(tokens)
+    cache = policy.init_cache(3, 10, jnp.float32)
+    mask = np.pad(mask, ((0, 0), (0, 0), (0, 2)))
+    got = []
+    for part in (slice(0, 5), slice(5, 6), slice(6, 8)):
+        logits, cache = call(*nnx.split(policy), tokens[:, part], positions[:, part], cache, mask[:, part])
+        got.append(np.asarray(logits))
+    assert int(cache.length) == 8
+    for row, logits in zip(ROWS, np.concatenate(got, axis=1), strict=True):
+        np.testing.assert_allclose(logits[8 - len(row) :], dense_logits(policy, row), atol=1e-4)
+
+
+def test_a_policy_learns_what_a_decoder_does_and_leaves_it_alone():
+    decoder = nnx.merge(nnx.graphdef(Decoder(random_policy(0).config, nnx.Rngs(0))), nnx.state(random_policy(0)))
+    policy, tokens = Policy.of(decoder), jnp.asarray([ROWS[0]])
+    positions, mask = masks_of(np.asarray(tokens))
+    dense = nnx.jit(nnx.grad(lambda model: Decoder.__call__(model, tokens)[..., 7].sum()))
+    masked = nnx.jit(nnx.grad(lambda model: model(tokens, positions, None, mask)[0][..., 7].sum()))
+    for one, other in zip(jax.tree.leaves(dense(decoder)), jax.tree.leaves(masked(policy)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
+    before = jax.tree.map(np.asarray, nnx.state(decoder))
+    nnx.update(policy, jax.tree.map(lambda x: x + 1.0, nnx.state(policy)))
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(decoder))
+    with pytest.raises(TypeError, match="decoder: expected a Decoder, got str"):
+        Policy.of("decoder")
+
+
+def test_without_tunix_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(rollout, "BaseRollout", object)
+    with pytest.raises(ImportError, match=r"pip install codec-jax\[rollout\]"):
+        EngineRollout(rollout_actor=random_policy(0), tokenizer=Numbers(), rollout_config=None)
+
+
+# ---------------------------------------------------------------------- with Tunix
+
+
+@pytest.fixture
+def _as_tunix_has_it() -> Iterator[None]:
+    """Tunix mixes dtypes and ranks, which other tests refuse, also in threads of its own."""
+    before = jax.config.jax_numpy_dtype_promotion, jax.config.jax_numpy_rank_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", before[0])
+    jax.config.update("jax_numpy_rank_promotion", before[1])
+
+
+def rollout_config(**options: Any) -> Any:
+    from tunix.rl.rollout.base_rollout import RolloutConfig
+
+    sizes = {"max_prompt_length": PROMPT, "max_tokens_to_generate": NEW, "kv_cache_size": PROMPT + NEW}
+    return RolloutConfig(**{**sizes, "temperature": 1.0, "return_logprobs": True, **options})
+
+
+def new_rollout(policy: Decoder, **options: Any) -> EngineRollout:
+    sizes = {"max_requests": 6, "page_size": 8, "prefill_tokens": 64, "steps": 4}
+    return EngineRollout(
+        rollout_actor=policy, tokenizer=Numbers(), rollout_config=rollout_config(), **{**sizes, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def shared() -> EngineRollout:
+    """A rollout that compiles once; every test leaves it with the weights of `random_policy(0)`."""
+    return new_rollout(random_policy(0))
+
+
+@tunix_only
+def test_rollouts_are_those_of_dense_attention(shared):
+    output = shared.generate(PROMPTS, rollout_config(temperature=0.0))
+    assert output.left_padded_prompt_tokens.dtype == np.int32
+    policy, ended = random_policy(0), 0
+    for i, prompt in enumerate(PROMPTS):
+        expected = greedy(policy, encoded(prompt))
+        assert output.tokens[i].tolist() == expected
+        assert output.left_padded_prompt_tokens[i].tolist() == left_padded([encoded(prompt)], PROMPT, PAD)[0].tolist()
+        np.testing.assert_allclose(output.logprobs[i], dense_logprobs(policy, encoded(prompt), expected), atol=1e-4)
+        stopped = expected[-1] == EOS
+        assert output.text[i] == Numbers().decode(expected[:-1] if stopped else expected)
+        ended += stopped
+    stop = int(output.tokens[1][4])
+    cut = shared.generate(PROMPTS[1:2], rollout_config(temperature=0.0, eos_tokens=[stop], return_logprobs=False))
+    assert cut.logprobs is None
+    first = output.tokens[1].tolist().index(stop)
+    assert cut.tokens[0].tolist() == output.tokens[1][: first + 1].tolist()
+    assert cut.text[0] == Numbers().decode(cut.tokens[0][:-1].tolist())
+
+
+@tunix_only
+def test_a_group_shares_its_prompt(shared):
+    prompt = " ".join(str(3 + 5 * i % 31) for i in range(PROMPT - 1))
+    before = shared.engine.stats.computed_tokens
+    shared.generate([prompt] * 6, rollout_config())
+    assert PROMPT - 1 <= shared.engine.stats.computed_tokens - before < 2 * PROMPT
+
+
+@tunix_only
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_at_the_sampling_temperature_before_truncation(shared, temperature):
+    output = shared.generate(PROMPTS, rollout_config(temperature=temperature, top_k=5, top_p=0.9))
+    policy = random_policy(0)
+    for prompt, tokens, logprobs in zip(PROMPTS, output.tokens, output.logprobs, strict=True):
+        expected = dense_logprobs(policy, encoded(prompt), tokens.tolist(), temperature)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        logits = dense_logits(policy, [*encoded(prompt), *tokens])[len(encoded(prompt)) - 1 : -1]
+        assert all(token in row.argsort()[-5:] for token, row in zip(tokens, logits, strict=True))
+
+
+@tunix_only
+def test_every_request_draws_from_a_fresh_stream_and_the_seed_decides_all():
+    one, other = new_rollout(random_policy(0)), new_rollout(random_policy(0))
+    config = rollout_config(seed=jax.random.PRNGKey(3))
+    texts = [rollout.generate(["7 8 9"] * 3, config).text for rollout in (one, one, other, other)]
+    assert len({*texts[0], *texts[1]}) == 6
+    assert texts[:2] == texts[2:]
+    assert other.generate(["7 8 9"] * 3, replace(config, seed=4)).text != one.generate(["7 8 9"] * 3, config).text
+
+
+@tunix_only
+@pytest.mark.usefixtures("_as_tunix_has_it")
+def test_tunix_own_rollout_of_a_policy_draws_the_same(shared):
+    from tunix.rl.rollout.base_rollout import CacheConfig
+    from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+
+    policy = random_policy(0)
+    vanilla = VanillaRollout(policy, Numbers(), CacheConfig(PROMPT + NEW, 2, 2, 16))
+    # Without top_p Tunix's own sampler takes the most likely tokens; it leaves out the one that ends a text.
+    theirs = vanilla.generate(PROMPTS, rollout_config(top_p=None))
+    ours = shared.generate(PROMPTS, rollout_config(temperature=0.0))
+    assert theirs.text == ours.text
+    np.testing.assert_array_equal(theirs.left_padded_prompt_tokens, ours.left_padded_prompt_tokens)
+    for one, other in zip(theirs.logprobs, ours.logprobs, strict=True):
+        np.testing.assert_allclose(one, other[: len(one)], atol=1e-4)
+
+
+@tunix_only
+@pytest.mark.usefixtures("_as_tunix_has_it")
+def test_logps_of_given_tokens_are_those_of_a_dense_pass(shared):
+    from tunix.rl import common
+
+    prompts = left_padded([encoded(prompt) for prompt in PROMPTS], PROMPT, PAD)
+    completions = np.random.default_rng(1).integers(1, VOCAB, (len(PROMPTS), NEW)).astype(np.int32)
+    lengths = np.array([NEW, 5, 0, 1, 7])
+    completions[np.arange(NEW) >= lengths[:, None]] = PAD
+    graph, weights = nnx.split(random_policy(0))
+    dense = common.compute_per_token_logps(graph, weights, prompts, completions, PAD, EOS)
+    got = shared.get_per_token_logps(jnp.asarray(prompts), jnp.asarray(completions))
+    np.testing.assert_allclose(got, np.where(completions == PAD, 0, dense), atol=1e-4)
+
+
+@tunix_only
+def test_new_weights_change_what_is_drawn_and_compile_nothing(shared):
+    config = rollout_config(temperature=0.0)
+    before = shared.generate(PROMPTS, config)
+    compiled: list[str] = []
+
+    def listen(event: str, *_: object, **__: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    new = random_policy(1)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        shared.update_params(nnx.state(new, nnx.Param), (nnx.Param,))
+        output = shared.generate(PROMPTS, config)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+    assert [tokens.tolist() for tokens in output.tokens] == [greedy(new, encoded(prompt)) for prompt in PROMPTS]
+    assert output.text != before.text
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(shared.model()), nnx.state(new))
+    # Some of the weights alone, in another dtype.
+    head = {"head": {"kernel": nnx.Param(random_policy(0).head.kernel[...].astype(jnp.bfloat16))}}
+    shared.update_params(nnx.State(head))
+    new.head.kernel.set_value(head["head"]["kernel"][...].astype(jnp.float32))
+    assert shared.generate(PROMPTS, config).tokens[0].tolist() == greedy(new, encoded(PROMPTS[0]))
+    shared.update_params(nnx.state(random_policy(0)))
+    assert shared.generate(PROMPTS, config).text == before.text
+
+
+@tunix_only
+def test_weights_that_do_not_fit_are_refused(shared):
+    with pytest.raises(ValueError, match=r"params: expected shape \(32, 40\) for head.kernel, got \(3,\)"):
+        shared.update_params(nnx.State({"head": {"kernel": nnx.Param(jnp.ones(3))}}))
+    with pytest.raises(ValueError, match=r"params: expected variables of the rollout's model, got lora\.a"):
+        shared.update_params(nnx.State({"lora": {"a": nnx.Param(jnp.ones(3))}}))
+
+
+@tunix_only
+def test_prompts_and_models_that_do_not_fit_are_refused(shared):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: expected at most max_prompt_length = 4 tokens, got 5"):
+        shared.generate(["7", "7 8 9 10"], rollout_config(max_prompt_length=4))
+    with pytest.raises(ValueError, match="max_context"):
+        shared.generate(PROMPTS, rollout_config(max_tokens_to_generate=100))
+    with pytest.raises(TypeError, match="rollout_actor: expected a Decoder"):
+        new_rollout(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    shared.update_params(nnx.State({"norm": {"scale": nnx.Param(jnp.full(32, jnp.nan))}}))
+    with pytest.raises(LogitsError):
+        shared.generate(PROMPTS, rollout_config())
+    shared.update_params(nnx.state(random_policy(0)))
+
+
+@tunix_only
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_a_mesh_says_where_rollouts_run():
+    two = np.asarray(jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"mesh: expected one device, .* got 2"):
+        new_rollout(random_policy(0), mesh=jax.sharding.Mesh(two, "fsdp"))
+    rollout = new_rollout(random_policy(0), mesh=jax.sharding.Mesh(two[1:], "fsdp"))
+    rollout.update_params(nnx.state(random_policy(1)))
+    assert all(leaf.devices() == {two[1]} for leaf in jax.tree.leaves(nnx.state(rollout.model())))
+    [tokens] = rollout.generate(PROMPTS[:1], rollout_config(temperature=0.0)).tokens
+    assert tokens.tolist() == greedy(random_policy(1), encoded(PROMPTS[0]))
+
+
+@tunix_only
+def test_threads_generate_together(shared):
+    config = rollout_config(temperature=0.0)
+    expected = dict(zip(PROMPTS, shared.generate(PROMPTS, config).text, strict=True))
+    texts: dict[str, list[str]] = {}
+
+    def generate(prompt: str) -> None:
+        texts[prompt] = shared.generate([prompt] * 2, config).text
+
+    threads = [threading.Thread(target=generate, args=[prompt]) for prompt in set(PROMPTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {prompt: [text] * 2 for prompt, text in expected.items()}
+
+
+@tunix_only
+@pytest.mark.usefixtures("_as_tunix_has_it")
+@pytest.mark.filterwarnings("default")  # Tunix' own
+def test_a_learner_of_tunix_trains_on_rollouts():
+    import optax
+    from tunix.rl import utils
+    from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+    from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "fsdp")
+    policy, rewarded = random_policy(0), []
+    cluster = RLCluster(
+        actor=policy,
+        reference=Policy.of(policy),
+        tokenizer=Numbers(),
+        cluster_config=ClusterConfig(
+            role_to_mesh={Role.ACTOR: mesh, Role.ROLLOUT: mesh, Role.REFERENCE: mesh},
+            rollout_engine=EngineRollout,
+            rollout_config=rollout_config(),
+            training_config=RLTrainingConfig(actor_optimizer=optax.sgd(1e-2), max_steps=4, eval_every_n_steps=9),
+        ),
+    )
+    assert not utils.is_sharing_weights(cluster.actor_trainer.model, cluster.rollout.model())
+
+    def reward(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+        rewarded.append((list(prompts), completions))
+        return [float(len(text.split())) for text in completions]
+
+    learner = GRPOLearner(cluster, GRPOConfig(num_generations=4, num_iterations=2, beta=0.1), reward)
+    learner.train([{"prompts": np.array([prompt])} for prompt in (PROMPTS[0], PROMPTS[2])])
+    assert [prompts for prompts, _ in rewarded] == [[prompt] * 4 for prompt in (PROMPTS[0], PROMPTS[2])]
+    actor, own = (jax.tree.leaves(nnx.state(m)) for m in (cluster.actor_trainer.model, cluster.rollout.model()))
+    for trained, used, began in zip(actor, own, jax.tree.leaves(nnx.state(random_policy(0))), strict=True):
+        np.testing.assert_array_equal(trained, used)
+        assert not np.array_equal(trained, began)
