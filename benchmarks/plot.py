@@ -262,6 +262,19 @@ def decoding(rows: list[dict], page: Page) -> Canvas:
     return legend(canvas, axes, ours_last=False)
 
 
+def serving(rows: list[dict], page: Page) -> Canvas:
+    """Draw a bar of the tokens that each variant of the engine generates in a second, all loads on one scale."""
+    measured, groups = some(rows, "output_tokens_per_second"), {}
+    for row in measured:
+        said = (at_least if row["variant"] == "engine" else at_most)(row["output_tokens_per_second"], 0)
+        bar = {"engine": "codec_jax"}.get(row["variant"], row["variant"]), [row["output_tokens_per_second"]], said
+        groups.setdefault(plain(row["name"]), []).append(bar)
+    better = f"generated tokens per second, {measured[0]['model']}; right is better"
+    canvas, (axes,) = sheet(page, better, measured, (9.6, 0.4 + 0.28 * (len(measured) + 1.6 * len(groups))), names=0)
+    bars(axes, groups, {"": OURS})
+    return canvas
+
+
 def ablation(rows: list[dict], page: Page) -> Canvas:
     """Draw what sharing and division do apart, and fixed divisions over the default one by their number of slices."""
     measured = some([row for row in rows if row["part"] in ("fixed", "sharing")], "kernel_us")

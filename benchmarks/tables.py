@@ -220,6 +220,41 @@ def predictions(rows: list[dict]) -> str:
     return f"The cost model is {median}% off in the median of {len(errors)} forests, {most}% at most."
 
 
+def serving(rows: list[dict]) -> str:
+    """Show what an engine under load gives, how long one waits for it, and what it need not compute or read."""
+
+    def fill(field: str, digits: int, unit: float, ours: Callable, theirs: Callable) -> Fill:
+        return lambda row: number(field, digits, unit, ours if row["variant"] == "engine" else theirs)(row)
+
+    columns = text(load="name", variant="variant")
+    for kind in ("output", "total"):
+        columns[f"{kind} tokens/s"] = fill(f"{kind}_tokens_per_second", 0, 1.0, at_least, at_most)
+    for field, said, digits, unit in (
+        ("first_token", "first token, s", 2, 1.0),
+        ("between_tokens", "next, ms", 1, 1e-3),
+    ):
+        for which in ("median", "p99"):
+            columns[f"{said}: {which}"] = fill(f"{field}_{which}_seconds", digits, unit, at_most, at_least)
+    columns["prompts found, %"] = number("hit_rate", 1, 0.01)
+    columns["prompts computed, %"] = lambda row: number("computed_tokens", 1, row.get("prompt_tokens", 1) / 100)(row)
+    columns["rows a step"] = number("rows_a_step", 1)
+    columns["tokens attended over tokens read"] = number("sharing_factor", 2)
+    columns["device waits for the host, %"] = number("host_share", 1, 0.01, at_most)
+    return markdown(columns, rows)
+
+
+def churn(rows: list[dict]) -> str:
+    """Show the memory of a process after warm-up and later, and what else stays behind."""
+    columns = text(run="name") | {"requests/s": number("requests", 0, "seconds")}
+    for field, said in {"first": "after warm-up", "last": "at the end", "max": "at most"}.items():
+        columns[f"{said}, MiB"] = number(f"{field}_rss_bytes", 1, 2**20, at_most)
+    for field, said in {"live_arrays": "arrays of JAX", "objects": "Python objects"}.items():
+        columns[f"{said}, from to"] = lambda row, field=field: " to ".join(
+            f"{row['samples'][i][field]:,}" for i in (0, -1)
+        )
+    return markdown(columns | text(**{"pages lost": "leaked_pages"}), rows)
+
+
 def ceilings(rows: list[dict]) -> str:
     """Show what XLA reads and multiplies at most on each GPU, and the rates that its rooflines are made of."""
     columns = text(device="device")

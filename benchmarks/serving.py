@@ -1,0 +1,182 @@
+"""Time the engine under load on a GPU: a request trace, rollouts of prompts, questions about documents.
+
+    python -m benchmarks.serving --workload trace --json benchmarks/results/serving_trace.json
+    python -m benchmarks.serving --workload questions --json rows.json --tiny --document-tokens 128 --new-tokens 8
+
+Weights are random, and every request generates as many tokens as it is said to. Each case is run by the engine as it
+is, and with one thing taken from it:
+
+    engine     as it is
+    no cache   what nobody inside reads is forgotten at once; requests that are inside at the same time still share, so
+               this says what it is worth to keep prefixes for later ones
+    unshared   who decodes reads a path of its own; pages are stored once, and prompts computed once, as before, so this
+               says what it is worth to read shared pages once
+
+`--tiny` takes a tiny model on any device, to try the command: its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from benchmarks.churn import TINY
+from benchmarks.decode_step import layout_of
+from benchmarks.offered import Offered, questions, rollouts, trace
+from benchmarks.replay import replay
+from benchmarks.report import conclude
+from benchmarks.rows import attempt, collect, conditions
+from benchmarks.timing import command, parse
+from benchmarks.traces import TRACE
+from benchmarks.turns import GPU
+from codec_jax.forest import Forest, PrefixCache
+from codec_jax.nnx import PUBLISHED, Decoder, random_decoder
+from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
+from codec_jax.nnx.scheduler import Running
+
+WORKLOADS = ("trace", "rollouts", "questions")
+#: Sizes of the engine; without a number of pages it takes those that fit.
+SIZES = {"max_requests": 64, "num_pages": None, "page_size": 16, "prefill_tokens": 2048, "steps": 8}
+
+
+class Case(NamedTuple):
+    """Load with a name."""
+
+    name: str
+    load: Callable[[int], list[Offered]]  # by the size of the vocabulary
+
+
+def main() -> None:
+    """Measure and write the rows."""
+    parser = _parser()
+    arguments = parser.parse_args()
+    if not arguments.tiny:
+        parse(parser)
+    models = {"tiny": TINY} if arguments.tiny else {name: PUBLISHED[name] for name in arguments.model_sizes}
+    sizes = {name: getattr(arguments, name) for name in SIZES}
+    rows = (
+        {"workload": arguments.workload, "model": name} | row
+        for name, config in models.items()
+        for row in measure_all(random_decoder(config, progress=True), cases(arguments), arguments.variants, sizes)
+    )
+    conclude("serving", collect(rows, arguments.json), arguments.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command(__doc__)
+    parser.add_argument("--workload", choices=WORKLOADS, default="trace")
+    parser.add_argument("--model-sizes", nargs="+", choices=PUBLISHED, default=["qwen3-4b"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on any device; choose a small load, too")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="a file in Mooncake's format")
+    parser.add_argument("--requests", type=int, default=1000, help="of the trace, from its beginning")
+    parser.add_argument("--speed", type=float, default=20.0, help="of the trace's clock; inf: all at once")
+    parser.add_argument("--prompts", type=int, default=64, help="of rollouts")
+    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1024, 8192, 32_768], help="a case each")
+    parser.add_argument("--questions", type=int, default=256)
+    parser.add_argument("--question-tokens", type=int, default=64)
+    parser.add_argument("--documents", type=int, default=4, help="that the questions are about")
+    parser.add_argument("--document-tokens", type=int, default=32_768)
+    parser.add_argument("--new-tokens", type=int, help="of each sample (default: 512) or answer (default: 128)")
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, help="of the engine")
+    return parser
+
+
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """Return the cases of a workload."""
+    if arguments.workload == "trace":
+        speed = f"{arguments.speed:g} times as fast" if math.isfinite(arguments.speed) else "all at once"
+        load = partial(trace, arguments.trace, arguments.requests, arguments.speed)
+        return [Case(f"{arguments.requests} requests of a trace, {speed}", load)]
+    if arguments.workload == "questions":
+        documents, tokens = arguments.documents, arguments.document_tokens
+        load = partial(
+            questions, arguments.questions, documents, tokens, arguments.question_tokens, arguments.new_tokens or 128
+        )
+        return [Case(f"{arguments.questions} questions, {documents} documents of {tokens}", load)]
+    prompts, samples, new_tokens = arguments.prompts, arguments.samples, arguments.new_tokens or 512
+    return [
+        Case(
+            f"{prompts} prompts of {tokens}, {samples} samples", partial(rollouts, prompts, samples, tokens, new_tokens)
+        )
+        for tokens in arguments.prompt_tokens
+    ]
+
+
+def measure_all(model: Decoder, cases: list[Case], variants: list[str], sizes: dict) -> Iterator[dict]:
+    """Yield a row for every variant of every case; one that fails says why, and does not end it."""
+    common = conditions(layout_of(model.config)._replace(page_size=sizes["page_size"]))
+    common["dtype"] = jnp.dtype(model.config.dtype).name
+    for case in cases:
+        offered = case.load(model.config.vocab_size)
+        for variant in tqdm(variants):
+            with GPU.taken():
+                row = attempt(partial(measure, model, offered, variant, sizes), "seconds", "error")
+            yield {"name": case.name, "variant": variant} | row | common
+
+
+def measure(model: Decoder, offered: list[Offered], variant: str, sizes: dict) -> dict:
+    """Run one variant of one case."""
+    gc.collect()  # the pages of the engine before: its patches made cycles
+    longest = max(len(each.prompt) + each.new_tokens for each in offered)
+    engine = Engine(model, max_context=longest, **sizes)
+    with VARIANTS[variant](engine, offered):
+        engine.warm_up()
+        row = replay(engine, offered)
+    return row | {"engine": sizes | {"num_pages": engine.stats.free_pages + engine.stats.cached_pages}}
+
+
+@contextmanager
+def _without_cache(engine: Engine, _: list[Offered]) -> Iterator[None]:
+    """Forget what nobody reads whenever somebody leaves."""
+    scheduler = engine._scheduler
+    leave = scheduler._leave
+
+    def left(leaving: list[Running]) -> None:
+        leave(leaving)
+        if leaving:
+            scheduler.cache = scheduler.cache.evict(scheduler.cache.num_cached)
+
+    with patch.object(scheduler, "_leave", left):
+        yield
+
+
+@contextmanager
+def _unshared(engine: Engine, offered: list[Offered]) -> Iterator[None]:
+    """Show the device each request that decodes with a path of its own, in arrays that hold the longest together."""
+    device, page_size, shared = engine._device, engine._page_size, PrefixCache.view
+    rows, contexts = device._rows, sorted(len(each.prompt) + each.new_tokens for each in offered)
+    mean = -(-sum(contexts[-rows:]) // rows)
+    pages = rows * (-(-mean // page_size) + EXPECTED_DEPTH)
+    blocks = Intervals(engine.config, 1, pages, page_size).block_capacity(rows, mean)
+
+    def view(cache: PrefixCache, requests: list[int], *, node_capacity: int, page_capacity: int) -> Forest:
+        page_capacity = max(page_capacity, pages)
+        return shared(cache, requests, node_capacity=node_capacity, page_capacity=page_capacity).unshared()
+
+    with patch.object(PrefixCache, "view", view), patch.object(device, "_blocks", max(device._blocks, blocks)):
+        yield
+
+
+VARIANTS: dict[str, Callable[[Engine, list[Offered]], AbstractContextManager]] = {
+    "engine": lambda *_: nullcontext(),
+    "no cache": _without_cache,
+    "unshared": _unshared,
+}
+
+
+if __name__ == "__main__":
+    main()
