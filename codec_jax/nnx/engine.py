@@ -323,7 +323,7 @@ class Engine:
         Raises what `submit` raises, with nothing left to do.
 
         >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-        >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=2, num_pages=64)
+        >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
         >>> [len(request.tokens) for request in engine.generate([[1, 2], [3]], SamplingParams(max_tokens=4), samples=2)]
         [4, 4, 4, 4]
         """
