@@ -81,7 +81,7 @@ def _readable_signature(app, what, name, obj, options, signature, returns):
         return None
     function = _source(obj.__init__ if what == "class" else obj)
     if what != "function":
-        function.args.args.pop(0)
+        (function.args.posonlyargs or function.args.args).pop(0)
     gives = ast.unparse(function.returns)
     return f"({_readable(ast.unparse(function.args))})", None if gives == "None" else _readable(gives)
 

@@ -269,9 +269,12 @@ class Engine:
         `finish_reason` "error" and is its `error`. The others go on. After any other error, or an interruption, all
         that was computed is forgotten, and the next step computes it again.
         """
+        flight = self._flight
         try:
             return self._step()
         except BaseException:
+            inside = [] if flight is None else [*flight.step.drawing, *flight.step.finishing]
+            self._news = [running.request for running in inside if running.request.finished]
             self._flight = None
             self._device.restart()
             self._restart()
