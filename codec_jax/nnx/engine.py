@@ -385,6 +385,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile what steps run, so that the first requests do not wait for it."""
+        self._news += self._land()  # what the device carries for the next step is that of the last one
         self._device.warm_up(self._scheduler.cache)
 
     def _restart(self) -> None:
