@@ -60,7 +60,7 @@ from codec_jax.nnx import (
     open_checkpoint,
     random_decoder,
 )
-from codec_jax.nnx.memory import DEFAULT_KV_GIB, KV_SHARE, pages_that_fit
+from codec_jax.nnx.memory import KV_CACHE_HELP, pages_that_fit
 from codec_jax.nnx.weights import parameter_shapes
 from codec_jax.result_file import ResultFile
 
@@ -158,12 +158,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=seed, default=0, help="the same seed draws the same tokens (default: 0)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--max-requests", type=count, default=128, help="decoded at a time (default: 128)")
-    parser.add_argument(
-        "--kv-cache-gib",
-        type=gib,
-        help=f"memory for KV pages (default: {KV_SHARE:.0%}% of what the weights leave free on the device, "
-        f"{DEFAULT_KV_GIB:g} where it does not say)",
-    )
+    parser.add_argument("--kv-cache-gib", type=gib, help=KV_CACHE_HELP)
     return parser.parse_args(argv)
 
 

@@ -34,7 +34,7 @@ from typing import Any
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import Engine
-from codec_jax.nnx.memory import DEFAULT_KV_GIB, KV_SHARE, pages_that_fit
+from codec_jax.nnx.memory import KV_CACHE_HELP, pages_that_fit
 from codec_jax.nnx.request import Update
 from codec_jax.serve_api import Answer, Refused, Served, read_call, refusal
 
@@ -99,12 +99,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-context", type=int, help="tokens of prompt and text (default: all that there is room for)"
     )
     parser.add_argument("--prefill-tokens", type=int, default=2048, help="of prompts in a step (default: 2048)")
-    parser.add_argument(
-        "--kv-cache-gib",
-        type=float,
-        help=f"memory for KV pages (default: {KV_SHARE:.0%}% of what the weights leave free on the device, "
-        f"{DEFAULT_KV_GIB:g} where it does not say)",
-    )
+    parser.add_argument("--kv-cache-gib", type=float, help=KV_CACHE_HELP)
     return parser.parse_args(argv)
 
 

@@ -11,6 +11,11 @@ from codec_jax.nnx.decoder import DecoderConfig
 KV_SHARE = 0.8
 #: KV pages where the device does not say how much memory it has.
 DEFAULT_KV_GIB = 4.0
+#: What commands say of the option, by the rules of `argparse`.
+KV_CACHE_HELP = (
+    f"memory for KV pages (default: {KV_SHARE:.0%}% of what the weights leave free on the device, "
+    f"{DEFAULT_KV_GIB:g} where it does not say)"
+)
 
 
 def pages_that_fit(config: DecoderConfig, page_size: int, *, gib: float | None = None, weights_to_come: int = 0) -> int:
