@@ -116,14 +116,6 @@ class History(NamedTuple):
         """
         return History(self.in_prompt.at[row].set(in_prompt), self.generated.at[row].set(generated))
 
-    def take(self, source: Int[HostOrDevice, " B"]) -> "History":
-        """Return the history of other rows: of those that were forked, for one.
-
-        Args:
-          source: int32 [B], row i becomes what row source[i] is.
-        """
-        return History(self.in_prompt[source], self.generated[source])
-
 
 class Drawn(NamedTuple):
     """A token of each row and what comes with it."""

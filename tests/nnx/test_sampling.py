@@ -368,27 +368,22 @@ def test_keys_depend_on_seed_stream_and_position_only() -> None:
 @given(
     events=st.lists(
         st.tuples(st.just("add"), st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=4, max_size=4))
-        | st.tuples(st.just("set"), st.integers(0, 3), st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))
-        | st.tuples(st.just("take"), st.lists(st.integers(0, 3), min_size=4, max_size=4)),
+        | st.tuples(st.just("set"), st.integers(0, 3), st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9))),
         max_size=12,
     )
 )
-def test_a_history_is_what_was_added_set_and_taken(events: list[tuple]) -> None:
+def test_a_history_is_what_was_added_and_set(events: list[tuple]) -> None:
     history, prompts, texts = History.empty(4, 10), [[] for _ in range(4)], [[] for _ in range(4)]
-    add, set_row, take = jax.jit(History.add), jax.jit(History.set_row), jax.jit(History.take)
+    add, set_row = jax.jit(History.add), jax.jit(History.set_row)
     for what, *arguments in events:
         if what == "add":
             token, active = zip(*arguments[0], strict=True)
             history = add(history, np.asarray(token, np.int32), np.asarray(active))
             texts = [[*text, *[t][:a]] for text, t, a in zip(texts, token, active, strict=True)]
-        elif what == "set":
+        else:
             row, prompts[row], texts[row] = arguments
             one = history_of([prompts[row]], [texts[row]], 10)
             history = set_row(history, np.int32(row), one.in_prompt[0], one.generated[0])
-        else:
-            [source] = arguments
-            history = take(history, np.asarray(source, np.int32))
-            prompts, texts = [prompts[row] for row in source], [texts[row] for row in source]
     chex.assert_trees_all_equal(history, history_of(prompts, texts, 10))
 
 
