@@ -278,6 +278,9 @@ class Engine:
             self._flight = None
             self._device.restart()
             self._restart()
+            for request in self._scheduler.queue:  # a landing may have come to any of them halfway
+                with failing_alone(request):
+                    begin(request, self.tokenizer)
             raise
 
     def _step(self) -> list[Request]:
@@ -395,9 +398,6 @@ class Engine:
             if pages is not None:
                 self._pins[request] = request.finish_reason = None
                 self._scheduler.queue.appendleft(request)
-        for request in self._scheduler.queue:
-            with failing_alone(request):
-                begin(request, self.tokenizer)
 
     # ------------------------------------------------------------------ on the way in
 
