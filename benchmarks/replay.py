@@ -82,7 +82,7 @@ class _Watch:
                 sys.setswitchinterval(interval)
 
     def _count(self, step: Step, forest: Forest) -> None:
-        self.computed_tokens += sum(piece.end - piece.store for piece in step.pieces)
+        self.computed_tokens += sum(piece.new_tokens for piece in step.pieces)
         if step.drawing:
             tokens = max(step.drawing.values())
             self.decode_steps, self.decode_rows = self.decode_steps + 1, self.decode_rows + len(step.drawing)

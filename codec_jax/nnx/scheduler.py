@@ -54,6 +54,11 @@ class Piece(NamedTuple):
     store: int  # the token from which on K and V are to be stored
     score: int  # the token from which on log-probabilities are wanted
 
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens it stores."""
+        return max(self.end - self.store, 0)
+
 
 class Step(NamedTuple):
     """What to run."""
@@ -89,7 +94,7 @@ class Scheduler:
         self._enter()
         drawing = self._draw()
         pieces = self._compute()
-        finishing = [x for x in self.running if x.first is None and not x.flying and self._is_complete(x)]
+        finishing = [x for x in self.running if not (x.left or x.flying or self._needs_chunks(x))]
         if not (pieces or drawing or finishing):
             return None
         for running in finishing:
@@ -97,7 +102,7 @@ class Scheduler:
         first = {running: running.first for running in drawing if running.first is not None}
         for running in first:
             running.first = None
-        self.computed_tokens += sum(max(piece.end - piece.store, 0) for piece in pieces) + len(first)
+        self.computed_tokens += sum(piece.new_tokens for piece in pieces) + len(first)
         return Step(pieces, drawing, first, finishing)
 
     def grow(self, drawn: Mapping[Running, list[int]]) -> None:
@@ -199,8 +204,8 @@ class Scheduler:
         running.computed = running.computed or self.cache.computed_tokens(running.row) >= running.wanted
         return running.computed
 
-    def _is_complete(self, running: Running) -> bool:
-        return running.left == 0 and self._is_computed(running) and not running.scores_missing
+    def _needs_chunks(self, running: Running) -> bool:
+        return running.scores_missing or not self._is_computed(running)
 
     def _draw(self) -> dict[Running, int]:
         """Make room for those whose context is there, and say how many tokens they may draw."""
@@ -228,7 +233,7 @@ class Scheduler:
         """Cut what is still to be computed into chunks."""
         pieces: list[Piece] = []
         for running in self.running:
-            while len(pieces) < self._chunks and not (self._is_computed(running) and not running.scores_missing):
+            while len(pieces) < self._chunks and self._needs_chunks(running):
                 pieces.append(self._next_piece(running))
                 end = pieces[-1].end
                 self.cache = self.cache.mark_computed(running.row, end)
