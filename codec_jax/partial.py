@@ -1,5 +1,6 @@
-"""PAC and POR in plain jnp: the public names of `codec_jax.attention.pac_por`."""
+"""PAC and POR in plain jnp, and POR across devices: the public names of `pac_por` and `exchange` in `attention`."""
 
+from codec_jax.attention.exchange import merge_everywhere, merge_heads
 from codec_jax.attention.pac_por import Partial, pac, por, por_segments
 
-__all__ = ["Partial", "pac", "por", "por_segments"]
+__all__ = ["Partial", "merge_everywhere", "merge_heads", "pac", "por", "por_segments"]

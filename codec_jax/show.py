@@ -15,7 +15,7 @@ from jaxtyping import Int
 from codec_jax.forest import FREE, Forest
 from codec_jax.forest.depth_first import depths
 from codec_jax.planning import Plan
-from codec_jax.planning.predict import loads
+from codec_jax.planning.predict import exchange_bytes, loads
 from codec_jax.traffic import pages_of_streams
 
 MAX_LINES = 60
@@ -132,6 +132,15 @@ def _hidden_text(forest: Forest, hidden: list[int], below: Int[np.ndarray, "node
 
 
 def _plan_lines(plan: Plan) -> list[str]:
+    if plan.is_spread:
+        most = [loads(plan.local(device)).max() for device in range(plan.devices)]
+        slowest = int(np.argmax(most))
+        return [
+            f"plan for {plan.devices} devices: the longest load of each is {', '.join(f'{load:.1f}' for load in most)} "
+            "microseconds",
+            f"each sends {exchange_bytes(plan):,} bytes a call, of 2 bytes a number; device {slowest} is the slowest:",
+            *_plan_lines(plan.local(slowest)),
+        ]
     load, arrays, heads = loads(plan), plan.arrays, plan.heads
     segment = arrays.used_segments
     wide, blocks = segment.is_wide, segment.end - segment.begin

@@ -67,7 +67,7 @@ class PlanArrays:
     @property
     def block_tokens(self) -> int:
         """KV tokens of a block."""
-        return self.block_pages.shape[1] * self.page_tokens
+        return self.block_pages.shape[-2] * self.page_tokens
 
     @property
     def num_tiles(self) -> int:

@@ -32,9 +32,9 @@ class Node:
 class World:
     """Everything that may happen to a cache, each time with arguments that a `Random` chooses."""
 
-    def __init__(self, num_pages=40, rows=6, page_size=8, alphabet=2):
-        self.cache = PrefixCache.create(num_pages, page_size, rows)
-        self.size, self.alphabet = page_size, alphabet
+    def __init__(self, num_pages=40, rows=6, page_size=8, alphabet=2, devices=1):
+        self.cache = PrefixCache.create(num_pages, page_size, rows, devices=devices)
+        self.size, self.alphabet, self.devices = page_size, alphabet, devices
         self.memory = np.full(num_pages * page_size, -1, np.int64)
         self.model = {}  # request -> tokens
         self.slots = {}  # request -> where they lie
@@ -260,6 +260,7 @@ class World:
         assert not cache.pins[free].any()
         assert cache.available == free.sum() + len(self.evictable())
         assert cache.num_nodes == len(nodes)
+        assert cache.pool.devices == self.devices
 
         assert np.flatnonzero(cache.tree.leaf >= 0).tolist() == sorted(self.model)
         for request, text in self.model.items():

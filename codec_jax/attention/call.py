@@ -9,13 +9,16 @@ from typing import Any, Literal, NoReturn, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from codec_jax import checks
-from codec_jax.attention.backends import choose
+from codec_jax.attention.backends import check_name, choose
 from codec_jax.attention.draft_mask import readers_of_tokens
+from codec_jax.attention.on_mesh import attend_on_mesh, check_divided, check_on_mesh
 from codec_jax.errors import PlanError
 from codec_jax.forest import DraftTrees, Forest
+from codec_jax.mesh import TENSOR, axis_size
 from codec_jax.planning import Plan, arrays_of
 from pallas_kernels import Call, Heads, Scores
 
@@ -34,6 +37,7 @@ def forest_attention(
     scale: float | None = None,
     implementation: str | None = None,
     return_residuals: Literal[False] = False,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "B T N V"]: ...
 
 
@@ -49,6 +53,7 @@ def forest_attention(
     scale: float | None = None,
     implementation: str | None = None,
     return_residuals: Literal[True],
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T N V"], Residuals]: ...
 
 
@@ -63,6 +68,7 @@ def forest_attention(
     scale: float | None = None,
     implementation: str | None = None,
     return_residuals: bool = False,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Residuals]:
     """Attention of each request's last T tokens over its whole context. Jittable.
 
@@ -73,7 +79,7 @@ def forest_attention(
       key_pages: [num_pages, page_size, K, H], N a multiple of K.
       value_pages: [num_pages, page_size, K, V]; every value finite, also where nobody reads (`KVPages` sees to that).
       forest: the paths, in lengths that include the query tokens.
-      plan: from `make_plan` for this forest, head layout and T.
+      plan: from `make_plan` for this forest, head layout and T; with a mesh, for the heads of one device.
       drafts: trees of the T tokens, which are candidates then, in depth-first order and in the request's own leaf: each
         sees the context before them, itself and its ancestors.
       scale: factor on the scores; defaults to 1 / sqrt(H).
@@ -82,13 +88,17 @@ def forest_attention(
         why.
       return_residuals: also return the row maximum of the scaled scores and the row sum of their exponentials,
         float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`).
+      mesh: the devices that query and pages are divided among: along an axis "tensor" by their heads, and along an axis
+        "context" the pages, of which each device has an equal run (`PagePool.create(devices=...)`). The output is
+        divided by heads. Inside of `jax.shard_map` there is no need for it: everything is one device's there, and a
+        plan for several is taken as `plan.local()`, whose partials `codec_jax.partial.merge_everywhere` merges.
 
     Returns [B, T, N, V] in the query's dtype; rows of free request slots are 0. Where lengths show on the device
     only, a plan for another forest or past its steps gives NaN everywhere, and so do drafts in a leaf that others read:
     `plan.check(forest)` says why. Pages past num_pages, of a forest of another pool, are noticed on the host only.
 
-    Raises ValueError for shapes, dtypes or names that do not fit, PlanError for a plan that does not, and
-    NotImplementedError where JAX asks for a derivative.
+    Raises ValueError for shapes, dtypes, names or a mesh that do not fit, and for arrays that are divided among devices
+    without a mesh; PlanError for a plan that does not fit, NotImplementedError where JAX asks for a derivative.
 
     >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
     >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64)
@@ -101,10 +111,18 @@ def forest_attention(
     given = tuple(map(checks.array, ("query", "key_pages", "value_pages"), (query, key_pages, value_pages)))
     traced = any(isinstance(x, jax.core.Tracer) for x in given)
     query, key_pages, value_pages = _without_derivative(*given) if traced else given
-    heads = _check(query, key_pages, value_pages, forest, plan)
-    if drafts is not None:
-        checks.instance("drafts", drafts, DraftTrees)
-        drafts.check(forest, query.shape[1])
+    if mesh is not None:
+        check_on_mesh(mesh, query, key_pages, plan)
+        # Forest, plan and drafts may still be on the host here; in the program of the devices they are not.
+        _check(query, key_pages, value_pages, forest, plan, drafts, axis_size(mesh, TENSOR))
+        check_name(implementation)
+        scale = None if scale is None else checks.number("scale", scale)
+        options: dict[str, Any] = {"scale": scale, "implementation": implementation}
+        arrays = (query, key_pages, value_pages, forest, plan, drafts)
+        out, residuals = attend_on_mesh(mesh, forest_attention, *arrays, **options)
+        return (out, residuals) if return_residuals else out
+    query = check_divided(query, key_pages, value_pages, plan, is_partial=return_residuals)
+    heads = _check(query, key_pages, value_pages, forest, plan, drafts)
     scores = Scores(1.0 / math.sqrt(heads.head_dim) if scale is None else checks.number("scale", scale))
     backend = choose(implementation, heads, scores, plan.arrays)
     forest, plan, drafts = jax.tree.map(jnp.asarray, (forest, plan, drafts))
@@ -139,28 +157,47 @@ def _refuse(*_: Any) -> NoReturn:
     )
 
 
-def _check(query: Array, key_pages: Array, value_pages: Array, forest: Forest, plan: Plan) -> Heads:
-    """Describe the heads. Raises ValueError or PlanError for arguments that do not fit; shapes and dtypes only."""
+def _check(
+    query: Array,
+    key_pages: Array,
+    value_pages: Array,
+    forest: Forest,
+    plan: Plan,
+    drafts: DraftTrees | None,
+    tensor: int = 1,
+) -> Heads:
+    """Describe the heads. Raises ValueError or PlanError for arguments that do not fit, as far as the host can see.
+
+    The plan is for the heads of one of `tensor` devices that divide them.
+    """
     checks.instance("forest", forest, Forest)
     checks.instance("plan", plan, Plan)
     checks.shape("query", query, B=forest.request_capacity, T=None, N=None, H=None)
     pages = checks.shape("key_pages", key_pages, num_pages=None, page_size=forest.page_size, K=None, H=query.shape[3])
     for name, array in (("query", query), ("key_pages", key_pages)):
         checks.float_dtype(name, array.dtype)
-    got = (*query.shape[1:3], key_pages.shape[2], query.shape[3])
+    got = (query.shape[1], query.shape[2] // tensor, key_pages.shape[2] // tensor, query.shape[3])
     planned = (plan.arrays.query_tokens, *plan.heads.shape[:3])
     if got != planned:
         raise PlanError(
             f"plan: expected one for query_tokens, num_q_heads, num_kv_heads, head_dim = {got}, "
-            f"which query and key_pages have, got one for {planned}"
+            f"which query and key_pages have{' on each device' * (tensor > 1)}, got one for {planned}"
         )
     checks.shape("value_pages", value_pages, **pages | {"H": plan.heads.value_head_dim})
     if value_pages.dtype != key_pages.dtype:
         raise ValueError(f"value_pages: expected {key_pages.dtype} like key_pages, got {value_pages.dtype}")
     plan.check_shapes(forest)
-    if forest.is_host and forest.used_pages.size and np.max(forest.used_pages) >= key_pages.shape[0]:
+    if (
+        plan.homes is None
+        and forest.is_host
+        and forest.used_pages.size
+        and np.max(forest.used_pages) >= key_pages.shape[0]
+    ):
         raise ValueError(
             f"key_pages: expected at least {np.max(forest.used_pages) + 1} pages, which the forest refers to, "
             f"got {key_pages.shape[0]}"
         )
+    if drafts is not None:
+        checks.instance("drafts", drafts, DraftTrees)
+        drafts.check(forest, query.shape[1])
     return Heads.of(query, key_pages, value_pages)

@@ -1,4 +1,4 @@
-"""Changes to a forest between decode steps, on the host: fork, reserve, retire; and views of the same pages.
+"""Changes to a forest between decode steps, on the host: fork, reserve, retire, spread; and views of the same pages.
 
 Every function takes a `Tree` and returns a new one; the methods of `Forest` of the same names document them. `readers`
 counts the requests that read each node.
@@ -12,6 +12,7 @@ from codec_jax.arrays import Integers, expand
 from codec_jax.errors import OutOfSlotsError
 from codec_jax.forest.depth_first import depths
 from codec_jax.forest.depth_first import readers as readers_of
+from codec_jax.forest.homes import choose_homes
 from codec_jax.forest.pages import PagePool
 from codec_jax.forest.tree import FREE, NO_NODE, ROOT, Tree, check_in_use
 
@@ -81,11 +82,32 @@ def resized(tree: Tree, page_count: Int[np.ndarray, " nodes"], pool: PagePool) -
     node, nth = expand(tree.page_count)
     keep = nth < page_count[node]
     added = np.maximum(page_count - tree.page_count, 0)
-    pool, fresh = pool.release(tree.page_ids[~keep]).allocate(int(added.sum()))
+    kept = tree._replace(page_count=page_count - added, page_ids=tree.page_ids[keep])
+    pool = pool.release(tree.page_ids[~keep])
+    pool, fresh = pool.allocate_on(new_homes(kept, added, pool))
     # Old pages first, then the fresh ones; a stable sort by node puts both in their place.
     node = np.concatenate([node[keep], np.repeat(np.arange(len(added)), added)])
-    page_ids = np.concatenate([tree.page_ids[keep], fresh])[np.argsort(node, kind="stable")]
+    page_ids = np.concatenate([kept.page_ids, fresh])[np.argsort(node, kind="stable")]
     return tree._replace(page_count=page_count, page_ids=page_ids), pool
+
+
+def new_homes(tree: Tree, added: Int[np.ndarray, " nodes"], pool: PagePool) -> Int[np.ndarray, " added"]:
+    """Return the device of every page that nodes are to have more, node after node; OutOfPagesError if none is left."""
+    pool.check_free(count := int(added.sum()))
+    if pool.devices == 1 or not count:
+        return np.zeros(count, np.int64)
+    return choose_homes(pool.homes, tree, added, pool.free_of_devices)
+
+
+def spread(tree: Tree, pool: PagePool) -> tuple[Tree, PagePool]:
+    """Give every node other pages, of a pool that does not know it, in place of those that it was laid out in."""
+    if len(np.unique(tree.page_ids)) < len(tree.page_ids):
+        raise ValueError(
+            "forest: expected one in which each page belongs to one node, got one with pages that several nodes own, "
+            "where K and V may be there already; build it with from_nodes or from_sequences"
+        )
+    empty = tree._replace(page_count=np.zeros_like(tree.page_count), page_ids=tree.page_ids[:0])
+    return resized(empty, tree.page_count, pool)
 
 
 def retire(tree: Tree, readers: Int[np.ndarray, " nodes"], pool: PagePool, requests: Integers) -> tuple[Tree, PagePool]:

@@ -493,6 +493,26 @@ class Forest:
         tree, pool = edits.retire(before, self.readers[: len(before.parent)], pool, requests)
         return self._rebuilt(tree), pool
 
+    def spread(self, num_pages: int, devices: int) -> tuple[Forest, PagePool]:
+        """Lay the pages of a new forest out over several devices, so that all have about as many to read.
+
+        For a forest fresh from a builder, before anything is computed: K and V that are there are not moved. Long nodes
+        are cut into runs, one for each device; short ones live on one.
+
+        Args:
+          num_pages: pages of the pool, on all devices together.
+          devices: that the pages are spread over, along the context axis of a mesh.
+
+        Returns the forest and its pool, which spreads also what requests are given later. Raises ValueError if
+        `devices` does not divide `num_pages`, or several nodes own one page; OutOfPagesError if the pool is too small.
+
+        >>> forest, pool = Forest.from_nodes([-1, 0, 0], [1600, 20, 5], [1, 2]).spread(200, devices=2)
+        >>> forest.pages_of(0)[[0, 49, 50, 99]].tolist(), forest.pages_of(1).tolist(), forest.pages_of(2).tolist()
+        ([0, 49, 100, 149], [50, 51], [150])
+        """
+        tree, pool = edits.spread(self.tree, PagePool.create(num_pages, devices=devices))
+        return self._rebuilt(tree), pool
+
     # ------------------------------------------------------------------ views of the same pages
 
     def only(self, requests: Integers) -> Forest:

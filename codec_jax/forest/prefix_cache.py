@@ -50,15 +50,17 @@ class PrefixCache:
     clock: int  # calls of `retire`
 
     @classmethod
-    def create(cls, num_pages: int, page_size: int, request_capacity: int) -> PrefixCache:
+    def create(cls, num_pages: int, page_size: int, request_capacity: int, *, devices: int = 1) -> PrefixCache:
         """Make an empty cache.
 
         Args:
           num_pages: pages of every layer's `KVPages`.
           page_size: tokens in a page, a multiple of 8.
           request_capacity: request slots (B).
+          devices: that the pages are spread over, along the context axis of a mesh.
 
-        Raises ValueError for numbers that are not positive, or more token slots than int32 numbers.
+        Raises ValueError for numbers that are not positive, more token slots than int32 numbers, or a number of pages
+        that `devices` does not divide.
 
         >>> PrefixCache.create(num_pages=64, page_size=16, request_capacity=4).available
         64
@@ -69,9 +71,8 @@ class PrefixCache:
         nothing = np.zeros(2, np.int64)  # ROOT and FREE must be indices of nodes, whatever is looked up there
         tree = Tree(np.full(2, FREE), nothing, nothing, np.zeros(0, np.int64), leaf, size)
         of_pages = np.zeros(num_pages, np.int64)
-        return cls(
-            tree, PagePool.create(num_pages), np.zeros((num_pages, size), np.int32), of_pages, of_pages, of_pages, 0
-        )
+        pool, tokens = PagePool.create(num_pages, devices=devices), np.zeros((num_pages, size), np.int32)
+        return cls(tree, pool, tokens, of_pages, of_pages, of_pages, 0)
 
     # ------------------------------------------------------------------ what there is
 
@@ -226,7 +227,7 @@ class PrefixCache:
         leaf[requests] = [grown.add(given, closed) for given in lists]
         # What the lists share is read by now, so it is not evicted.
         cache = replace(self, tree=grown.tree(leaf))._with_free(grown.new_pages)
-        pool, fresh = cache.pool.allocate(grown.new_pages)
+        pool, fresh = cache.pool.allocate_on(_homes_of_placeholders(cache.tree, cache.pool))
         tokens, new = np.split(grown.tokens, [self.pool.num_pages])
         if len(fresh):  # otherwise these are the tokens of this cache
             tokens[fresh] = new[: len(fresh)]
@@ -584,6 +585,19 @@ def _tokens(name: str, value: Integers) -> Int[np.ndarray, " tokens"]:
     tokens = checks.int_vector(name, value).astype(np.int32)
     checks.each(name, tokens, tokens >= 0, "no negative tokens")
     return tokens
+
+
+def _homes_of_placeholders(tree: Tree, pool: PagePool) -> Int[np.ndarray, " pages"]:
+    """Choose the devices of pages that nobody has allocated yet: those numbered from the end of the pool on."""
+    new = tree.page_ids >= pool.num_pages
+    if pool.devices == 1:
+        return np.zeros(np.count_nonzero(new), np.int64)
+    node, _ = expand(tree.page_count)
+    added = np.bincount(node[new], minlength=len(tree.parent))
+    there = tree._replace(page_count=tree.page_count - added, page_ids=tree.page_ids[~new])
+    homes = np.empty(np.count_nonzero(new), np.int64)
+    homes[tree.page_ids[new] - pool.num_pages] = edits.new_homes(there, added, pool)
+    return homes
 
 
 def _built(tree: Tree, node_capacity: int | None, page_capacity: int | None) -> Forest:

@@ -12,15 +12,18 @@ what kernels read, the guard that says whether it still holds, and what only the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from codec_jax import checks
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
+from codec_jax.forest.homes import Homes
+from codec_jax.mesh import CONTEXT
 from codec_jax.planning.cost import CostModel, Estimate
 from codec_jax.planning.division import Policy
 from pallas_kernels.heads import Heads
@@ -31,7 +34,7 @@ from pallas_kernels.plan_format import ForestArrays, PlanArrays, PlanGuard, Segm
 class PlanHost:
     """The part of a plan for the host only. All are equal, so that costs measured anew do not recompile a step."""
 
-    estimate: Estimate  # what blocks and segments were expected to cost
+    estimates: tuple[Estimate, ...]  # what blocks and segments were expected to cost, on each device
     policy: Policy  # how streams were divided
     min_wide_tokens: int  # KV tokens that two tiles must both read to share segments for them
 
@@ -53,6 +56,8 @@ class Plan:
     guard: PlanGuard
     page_size: int = field(metadata={"static": True})
     host: PlanHost = field(metadata={"static": True})
+    #: Where pages live if they are spread over devices: then every array of `arrays` has a leading axis, the devices.
+    homes: Homes | None = field(default=None, metadata={"static": True})
 
     @property
     def heads(self) -> Heads:
@@ -62,12 +67,58 @@ class Plan:
     @property
     def cost_model(self) -> CostModel:
         """The costs that it was balanced by."""
-        return self.host.estimate.model
+        return self.host.estimates[0].model
 
     @property
     def block_capacity(self) -> int:
         """Blocks that there is room for, which `make_plan` takes for another plan of the same shapes."""
-        return self.arrays.block_pages.shape[0]
+        return self.arrays.block_pages.shape[-3]
+
+    @property
+    def num_ctas(self) -> int:
+        """Thread blocks, of each device."""
+        return self.arrays.cta_begin.shape[-2]
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether this is the plan of several devices, rather than of one or of one among them."""
+        return self.arrays.used_rows.ndim > 1
+
+    @property
+    def devices(self) -> int:
+        """Devices that it is the plan of."""
+        return self.arrays.used_rows.shape[0] if self.is_spread else 1
+
+    def local(self, device: int = 0) -> Plan:
+        """Return the plan of one device, of the pages that live on it; a plan that is not spread as it is. Jittable.
+
+        Inside of `jax.shard_map` that `specs` divide the plan for, a device has its own only, the first.
+
+        Args:
+          device: its place along the context axis.
+
+        Raises ValueError for a device that there is not.
+
+        >>> forest, pool = Forest.from_nodes([-1, 0, 0], [1000, 20, 5], [1, 2]).spread(80, devices=2)
+        >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64, homes=pool.homes)
+        >>> plan.local(1).is_spread
+        False
+        """
+        if not self.is_spread:
+            return self
+        checks.integer("device", device, 0, below=self.devices)
+        host = replace(self.host, estimates=self.host.estimates[device : device + 1])
+        return replace(self, arrays=jax.tree.map(lambda x: x[device], self.arrays), host=host)
+
+    @property
+    def specs(self) -> Plan:
+        """What `jax.shard_map` needs to know: a device has its part of a plan that is spread, and all of any other."""
+        arrays = PartitionSpec(CONTEXT) if self.is_spread else PartitionSpec()
+        return replace(
+            self,
+            arrays=jax.tree.map(lambda _: arrays, self.arrays),
+            guard=jax.tree.map(lambda _: PartitionSpec(), self.guard),
+        )
 
     @property
     def is_host(self) -> bool:
@@ -84,7 +135,8 @@ class Plan:
         # A tree may be mapped to specs, shardings, or anything else.
         if not isinstance(arrays.cta_begin, np.ndarray | jax.Array):
             return f"{text}, of {arrays.cta_begin!r})"
-        return f"{text}, {len(arrays.cta_begin)} thread blocks, blocks of {arrays.block_tokens} tokens)"
+        spread = f" on each of {self.devices} devices" if self.is_spread else ""
+        return f"{text}, {self.num_ctas} thread blocks{spread}, blocks of {arrays.block_tokens} tokens)"
 
     def is_valid_for(self, forest: Forest) -> Bool[Array, ""]:
         """Whether the forest is the one planned for, with no more than `steps` tokens added to a leaf. Jittable.

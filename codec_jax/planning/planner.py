@@ -1,15 +1,19 @@
 """make_plan: from a forest to the arrays of a plan, on the host, in NumPy (paper, section 5; doi 10.1145/3802028).
 
 forest ─► tiles and blocks  how large they are, by the device and the amount of work     _grid
+       ─► runs              the pages that are read, of each device                      streams.list_runs
        ─► streams           which pages every tile, or pair of tiles, reads              streams.list_streams
        ─► blocks            pages in groups, those without a mask first                  streams.lay_out_blocks
        ─► cuts              streams divided among thread blocks, by cost                 division.divide
        ─► segments, merges  the cuts as rows, and which partials POR merges              _segments
+
+All from the runs on is done for each device that pages live on. Forest, tiles and rows are the same everywhere.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -17,16 +21,19 @@ from jaxtyping import Int
 from codec_jax import checks
 from codec_jax.arrays import bucket
 from codec_jax.forest import Forest
-from codec_jax.planning.cost import CostModel, HeadLayout
+from codec_jax.forest.homes import Homes
+from codec_jax.planning.cost import CostModel, Estimate, HeadLayout
 from codec_jax.planning.division import Policy, divide
 from codec_jax.planning.plan import Plan, PlanHost, begin_of_ctas, max_lengths
 from codec_jax.planning.streams import (
     MIN_WIDE_TOKENS,
     Grid,
+    Runs,
     Streams,
     count_kv_tokens,
     count_uniform_blocks,
     lay_out_blocks,
+    list_runs,
     list_streams,
 )
 from codec_jax.planning.tiling import default_tiling
@@ -56,6 +63,7 @@ def make_plan(
     block_capacity: int | None = None,
     cost_model: CostModel | None = None,
     policy: Policy = "aligned",
+    homes: Homes | None = None,
 ) -> Plan:
     """Plan attention over a forest on the host.
 
@@ -79,6 +87,8 @@ def make_plan(
         measured on the device (`CostModel.default`).
       policy: how streams are divided: "aligned" between kv heads, as the "paper" does, or into that many equal slices
         each (see `codec_jax.planning.division`).
+      homes: where pages live if they are spread over the devices of a mesh axis, `PagePool.homes`. The plan then has a
+        part for each device, and `forest_attention` takes it with that mesh.
 
     Raises ValueError for numbers that do not fit together, or a cost model for another layout or GPU; TypeError for a
     forest that lives on a device.
@@ -103,8 +113,15 @@ def make_plan(
             f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, at most {MAX_ROWS}, got {num_q_heads}"
         )
     steps, query_tokens = checks.integer("steps", steps, below=2**62), checks.integer("query_tokens", query_tokens)
+    if homes is not None:
+        checks.instance("homes", homes, Homes)
+        last = int(forest.used_pages.max(initial=-1))
+        if last >= homes.devices * homes.pages:
+            raise ValueError(f"homes: expected at least the {last + 1} pages of the forest, got {homes}")
+        homes = homes if homes.devices > 1 else None
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
-    grid = _grid(forest, heads, query_tokens, {name: x for name, x in given.items() if x is not None})
+    chosen = {name: x for name, x in given.items() if x is not None}
+    grid = _grid(forest, heads, query_tokens, chosen, homes.devices if homes else 1)
     wide_tokens = MIN_WIDE_TOKENS if min_wide_tokens is None else checks.integer("min_wide_tokens", min_wide_tokens)
     layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)
     model = CostModel.default(layout) if cost_model is None else cost_model
@@ -112,36 +129,83 @@ def make_plan(
     model.check_layout(layout)
 
     longest = max_lengths(forest, steps)
-    streams = list_streams(forest, longest, grid, steps=steps, min_wide_tokens=wide_tokens)
-    work = _work(forest, streams, longest, grid)
-    num_blocks = int(work.block_ptr[-1])
+    parts = []
+    for runs in list_runs(forest, longest, grid.page_tokens, homes):
+        streams = list_streams(forest, runs, grid, steps=steps, min_wide_tokens=wide_tokens)
+        parts.append((runs, streams, _work(forest, streams, runs, grid)))
+    num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
-        capacity = _block_capacity(forest, streams, grid, num_blocks)
+        capacity = max(_block_capacity(forest, *part, grid, homes) for part in parts)
     else:
         capacity = bucket(num_blocks, minimum=max(checks.integer("block_capacity", block_capacity, 0), 8))
-    block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacity)
-    estimate = work.estimate(model)
-    schedule = divide(work, estimate, policy)
-    segments, merge_ptr, num_partials = _segments(schedule, work, streams, grid, _query_starts(forest, grid))
+    query_starts = _query_starts(forest, grid)
+    devices = [
+        _device(
+            forest, streams, work, grid, model, policy, capacity, query_starts, number * homes.pages if homes else 0
+        )
+        for number, (_, streams, work) in enumerate(parts)
+    ]
+    used_rows = np.asarray([forest.active.sum() * grid.rows_per_request], np.int32)
     return Plan(
         arrays=PlanArrays(
-            block_pages=block_pages,
-            segments=segments,
-            cta_begin=begin_of_ctas(schedule.cta_ptr, segments, block_pages),
-            merge_ptr=merge_ptr,
-            used_rows=np.asarray([forest.active.sum() * grid.rows_per_request], np.int32),
+            **_stacked([device.arrays | {"used_rows": used_rows} for device in devices], spread=homes is not None),
             heads=heads,
             request_capacity=forest.request_capacity,
             query_tokens=query_tokens,
             tile_rows=grid.tile_rows,
             lanes=grid.lanes,
             page_tokens=grid.page_tokens,
-            num_partials=num_partials,
+            num_partials=max(device.num_partials for device in devices),
         ),
         guard=PlanGuard(forest.length, longest, forest.structure_hash),
         page_size=forest.page_size,
-        host=PlanHost(estimate, policy, wide_tokens),
+        host=PlanHost(tuple(device.estimate for device in devices), policy, wide_tokens),
+        homes=homes,
     )
+
+
+class _Device(NamedTuple):
+    """A plan's part for one device."""
+
+    arrays: dict[str, np.ndarray]
+    num_partials: int
+    estimate: Estimate
+
+
+def _device(
+    forest: Forest,
+    streams: Streams,
+    work: Work,
+    grid: Grid,
+    model: CostModel,
+    policy: Policy,
+    capacity: int,
+    query_starts: Int[np.ndarray, " tiles"],
+    first_page: int,
+) -> _Device:
+    """Lay out the blocks of a device, divide them among its thread blocks, and list what they merge."""
+    block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacity, first_page)
+    estimate = work.estimate(model)
+    schedule = divide(work, estimate, policy)
+    segments, merge_ptr, num_partials = _segments(schedule, work, streams, grid, query_starts)
+    cta_begin = begin_of_ctas(schedule.cta_ptr, segments, block_pages)
+    arrays = {"block_pages": block_pages, "segments": segments, "cta_begin": cta_begin, "merge_ptr": merge_ptr}
+    return _Device(arrays, num_partials, estimate)
+
+
+def _stacked(devices: list[dict[str, Any]], *, spread: bool) -> dict[str, Any]:
+    """Return the arrays of all devices with a leading axis, if there are several, filled up to the longest."""
+    if not spread:
+        return devices[0]
+
+    def stack(name: str) -> np.ndarray:
+        arrays = [device[name] for device in devices]
+        out = np.zeros((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+        for row, array in zip(out, arrays, strict=True):
+            row[: len(array)] = array
+        return out
+
+    return {name: stack(name) for name in devices[0]}
 
 
 def pages_of_block(page_size: int, block_tokens: int) -> tuple[int, int]:
@@ -154,8 +218,8 @@ def pages_of_block(page_size: int, block_tokens: int) -> tuple[int, int]:
     return part, max(1, block_tokens // part)
 
 
-def _grid(forest: Forest, heads: Heads, query_tokens: int, given: dict[str, int]) -> Grid:
-    """Choose what is not given by the device and the amount of work."""
+def _grid(forest: Forest, heads: Heads, query_tokens: int, given: dict[str, int], devices: int) -> Grid:
+    """Choose what is not given by the kind of device and the amount of work of each."""
     tiling = default_tiling(heads)
     given = {name: checks.integer(name, value) for name, value in given.items()}
     tile_rows, lanes = given.get("tile_rows", tiling.tile_rows), given.get("lanes", tiling.lanes)
@@ -165,7 +229,8 @@ def _grid(forest: Forest, heads: Heads, query_tokens: int, given: dict[str, int]
         raise ValueError(f"tile_rows: expected at most {MAX_ROWS // lanes}, got {tile_rows}")
     rows_per_request = query_tokens * heads.group
     tokens, reread = count_kv_tokens(forest, rows_per_request, tile_rows)
-    block_tokens = given.get("block_tokens", tiling.block_for(heads.num_kv_heads, tokens, reread))
+    blocks = tiling.block_for(heads.num_kv_heads, tokens // devices, reread // devices)
+    block_tokens = given.get("block_tokens", blocks)
     page_tokens, pages_per_block = pages_of_block(forest.page_size, block_tokens)
     return Grid(
         rows_per_request=rows_per_request,
@@ -180,7 +245,7 @@ def _grid(forest: Forest, heads: Heads, query_tokens: int, given: dict[str, int]
     )
 
 
-def _work(forest: Forest, streams: Streams, longest: Int[np.ndarray, " nodes"], grid: Grid) -> Work:
+def _work(forest: Forest, streams: Streams, runs: Runs, grid: Grid) -> Work:
     """Count blocks: each stream's pages in groups, those without a mask first."""
     pages, whole = streams.sum_pages(streams.pages), streams.sum_pages(np.where(streams.masked, 0, streams.pages))
     unmasked = whole // grid.pages_per_block
@@ -189,7 +254,7 @@ def _work(forest: Forest, streams: Streams, longest: Int[np.ndarray, " nodes"], 
     masked = num_blocks - int(unmasked.sum())
     # With T > 1 tokens of a block differ in who sees them whatever their readers.
     uniform = count_uniform_blocks(streams, forest.length, grid) if grid.query_tokens == 1 else 0
-    reread = int(pages.sum() - (-(-longest[forest.row_hi > forest.row_lo] // grid.page_tokens)).sum())
+    reread = int(pages.sum() - runs.pages.sum())
     return Work(
         block_ptr=block_ptr,
         unmasked=unmasked,
@@ -202,23 +267,22 @@ def _work(forest: Forest, streams: Streams, longest: Int[np.ndarray, " nodes"], 
     )
 
 
-def _block_capacity(forest: Forest, streams: Streams, grid: Grid, num_blocks: int) -> int:
+def _block_capacity(forest: Forest, runs: Runs, streams: Streams, work: Work, grid: Grid, homes: Homes | None) -> int:
     """Return the blocks that plans need while the forest changes within its capacities.
 
     At worst every stream reads every page. Where that is too much to hand to a device with every plan, it is room for
     all pages to be read once, and for what tiles read again by now, in proportion, with all request slots in use.
     """
     parts = forest.page_size // grid.page_tokens
-    once = forest.page_capacity * parts
+    once = min(forest.page_capacity, homes.pages if homes else forest.page_capacity) * parts
     listed = int(streams.pages.sum())
-    readers = forest.row_hi > forest.row_lo
-    again = max(listed - int(forest.page_count[readers].sum()) * parts, 0)
+    again = max(listed - int(runs.pages.sum()), 0)
     active_tiles = -(-int(forest.active.sum()) * grid.rows_per_request // grid.tile_rows)
     likely = once + again * grid.num_tiles // max(active_tiles, 1)
     worst = once * (-(-grid.num_tiles // grid.lanes) if grid.lanes > 1 else grid.num_tiles)
     pages = max(likely, min(worst, _ROOMY_PAGES), listed)
     # Each stream has a last block that may be hardly filled.
-    return bucket(max(-(-pages // grid.pages_per_block) + 2 * grid.num_tiles, num_blocks))
+    return bucket(max(-(-pages // grid.pages_per_block) + 2 * grid.num_tiles, int(work.block_ptr[-1])))
 
 
 def _query_starts(forest: Forest, grid: Grid) -> Int[np.ndarray, " tiles"]:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 
 from codec_jax.arrays import expand
 from codec_jax.forest import Forest
+from codec_jax.forest.homes import Homes
 from pallas_kernels.plan_format import Page
 from pallas_kernels.token_mask import pack_readers, pages_seen
 
@@ -36,6 +37,14 @@ class Grid(NamedTuple):
     pages_per_block: int
     num_kv_heads: int
     num_ctas: int
+
+
+class Runs(NamedTuple):
+    """Consecutive pages of nodes that some request reads: a whole node, or the part of it that lives on one device."""
+
+    node: Int[np.ndarray, " runs"]
+    first: Int[np.ndarray, " runs"]  # index within the node of its first page, of `page_tokens` tokens as in a block
+    pages: Int[np.ndarray, " runs"]  # at least 1
 
 
 class Streams(NamedTuple):
@@ -72,16 +81,31 @@ def count_kv_tokens(forest: Forest, rows_per_request: int, tile_rows: int) -> tu
     return once, int(tiles @ forest.length) - once
 
 
-def list_streams(
-    forest: Forest, max_length: Int[np.ndarray, " nodes"], grid: Grid, *, steps: int, min_wide_tokens: int
-) -> Streams:
-    """List every (stream, page) such that some row of the stream reads the page while leaves grow by `steps`."""
+def list_runs(
+    forest: Forest, max_length: Int[np.ndarray, " nodes"], page_tokens: int, homes: Homes | None
+) -> list[Runs]:
+    """List the pages that are read, for each device that pages live on."""
     node = np.flatnonzero((forest.row_hi > forest.row_lo) & (max_length > 0))
+    end = -(-max_length[node] // page_tokens)
+    if homes is None:
+        return [Runs(node, np.zeros_like(node), end)]
+    parts = forest.page_size // page_tokens
+    which, nth = expand(-(-end // parts))
+    device = homes.of(forest.page_ids[forest.page_offset[node][which] + nth])
+    opens = np.flatnonzero((np.diff(which, prepend=-1) != 0) | (np.diff(device, prepend=-1) != 0))
+    device, which, first = device[opens], which[opens], nth[opens] * parts
+    last = np.append(nth[opens[1:] - 1], nth[-1:]) + 1  # exclusive
+    runs = Runs(node[which], first, np.minimum(last * parts, end[which]) - first)
+    return [Runs(*(column[device == number] for column in runs)) for number in range(homes.devices)]
+
+
+def list_streams(forest: Forest, runs: Runs, grid: Grid, *, steps: int, min_wide_tokens: int) -> Streams:
+    """List every (stream, page) such that some row of the stream reads the page while leaves grow by `steps`."""
+    node = runs.node
     lo, hi = forest.row_lo[node] * grid.rows_per_request, forest.row_hi[node] * grid.rows_per_request
-    node_pages = -(-max_length[node] // grid.page_tokens)
     num_pairs = grid.num_tiles // 2 if grid.lanes == 2 else 0
-    source, stream = _streams_of_nodes(
-        lo // grid.tile_rows, (hi - 1) // grid.tile_rows, node_pages * grid.page_tokens, num_pairs, min_wide_tokens
+    source, stream = _streams_of_runs(
+        lo // grid.tile_rows, (hi - 1) // grid.tile_rows, runs.pages * grid.page_tokens, num_pairs, min_wide_tokens
     )
 
     pair, single = np.arange(num_pairs), np.arange(grid.num_tiles)
@@ -91,13 +115,13 @@ def list_streams(
     stream_hi = np.minimum((tile1 + 1) * grid.tile_rows, used_rows)
 
     # The pages that all rows see in full are the first of a node, and so are those that some row may see at all.
-    node, lo, hi, count = node[source], lo[source], hi[source], node_pages[source]
+    node, lo, hi, first, count = node[source], lo[source], hi[source], runs.first[source], runs.pages[source]
     positions = _positions_of_streams(forest, grid, tile0, tile1)[:, stream] if grid.query_tokens > 1 else None
     whole, seen = pages_seen(forest.length[node], forest.start[node], grid.page_tokens, steps, positions)
     if seen is not None:
-        count = np.clip(seen, 0, count).astype(count.dtype)
+        count = np.clip(seen - first, 0, count).astype(count.dtype)
     everyone = (lo <= stream_lo[stream]) & (hi >= stream_hi[stream])
-    whole = np.where(everyone, np.clip(whole, 0, count), 0)
+    whole = np.where(everyone, np.clip(whole - first, 0, count), 0)
 
     counts = np.stack([whole, count - whole])
     order = np.argsort(np.stack([stream * 2, stream * 2 + 1]).reshape(-1), kind="stable")
@@ -110,7 +134,7 @@ def list_streams(
         stream=stream,
         masked=masked.astype(bool),
         node=node[extent],
-        first=np.where(masked, whole[extent], 0),
+        first=first[extent] + np.where(masked, whole[extent], 0),
         pages=counts.reshape(-1)[order],
         row_lo=np.maximum(lo[extent] - stream_lo[stream], 0),
         row_hi=np.minimum(hi[extent] - stream_lo[stream], width[stream]),
@@ -118,11 +142,17 @@ def list_streams(
 
 
 def lay_out_blocks(
-    forest: Forest, streams: Streams, block_ptr: Int[np.ndarray, " streams+1"], grid: Grid, capacity: int
+    forest: Forest,
+    streams: Streams,
+    block_ptr: Int[np.ndarray, " streams+1"],
+    grid: Grid,
+    capacity: int,
+    first_page: int,
 ) -> Int[np.ndarray, "capacity pages_per_block 4"]:
     """Lay the pages of every stream out in blocks, columns of `Page`.
 
     Stream s gets blocks [block_ptr[s], block_ptr[s + 1]); the last of them is filled up with pages that nobody reads.
+    Page ids count from the first page of the device.
     """
     per_page = forest.page_size // grid.page_tokens
     blocks = np.zeros((capacity, grid.pages_per_block, len(Page._fields)), np.int32)
@@ -151,7 +181,7 @@ def lay_out_blocks(
     entry = columns.page_id + number
     if per_page > 1:
         entry, part = np.divmod(entry, per_page)
-    found = forest.page_ids.take(entry, mode="clip")
+    found = forest.page_ids.take(entry, mode="clip") - np.int32(first_page)
     columns.page_id[:] = found * per_page + part if per_page > 1 else found
     columns.token[:] += number * np.int32(grid.page_tokens)
     group, nth = expand(spare)
@@ -179,16 +209,16 @@ def count_uniform_blocks(streams: Streams, length: Int[np.ndarray, " nodes"], gr
     )
 
 
-def _streams_of_nodes(
+def _streams_of_runs(
     first_tile: Int[np.ndarray, " n"],
     last_tile: Int[np.ndarray, " n"],
     tokens: Int[np.ndarray, " n"],
     num_pairs: int,
     min_wide_tokens: int,
 ) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]:
-    """Assign each node, read by tiles first to last, to streams: returns (node, stream) for each assignment.
+    """Assign each run, read by tiles first to last, to streams: returns (run, stream) for each assignment.
 
-    Both tiles of a pair read a node through the pair's wide stream, provided that such nodes have enough tokens.
+    Both tiles of a pair read a run through the pair's wide stream, provided that such runs have enough tokens.
     """
     # Pair p is tiles 2p and 2p + 1.
     first_pair, past_pair = -(-first_tile // 2), np.minimum((last_tile + 1) // 2, num_pairs)
@@ -201,7 +231,7 @@ def _streams_of_nodes(
     singly, nth = expand(last_tile - first_tile + 1)
     tile = first_tile[singly] + nth
     if num_pairs:
-        # A tile leaves the node to its pair if the pair is worthwhile and the other tile reads the node too.
+        # A tile leaves the run to its pair if the pair is worthwhile and the other tile reads it too.
         of_tile = np.minimum(tile // 2, num_pairs - 1)
         other = tile ^ 1
         left = worthwhile[of_tile]

@@ -17,7 +17,6 @@ has a table of the barriers. The paper's PAC is in section 4 (doi 10.1145/380202
 """
 
 import math
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,6 @@ from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline
 from pallas_kernels.hopper.pac_prepare import prepare
 from pallas_kernels.hopper.packing import TILE_ROWS, Packing
 from pallas_kernels.hopper.tiling import stages_of
-from pallas_kernels.varying import type_like, vary_like
 
 _LOADER, _PREPARER = LANES, LANES + 1
 _REGISTERS = {"compute": 208, "load": 40, "prepare": 56}  # of a thread; 4 x 128 threads share 65,536
@@ -95,12 +93,11 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         # One token for each thread of the warpgroup that prepares the mask.
         padding = ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block))
         inputs["readers_of_tokens"] = jnp.pad(call.readers_of_tokens, padding)
-    out_type = partial(type_like, vary_like(query, inputs))
     outputs = {
-        "out": out_type((partials, TILE_ROWS, head_dim), jnp.float32),
-        "max": out_type((partials, TILE_ROWS), jnp.float32),
-        "sum": out_type((partials, TILE_ROWS), jnp.float32),
-        "violations": out_type((-(-num_ctas // plan_guard.GROUP) * plan_guard.GROUP,), jnp.int32),
+        "out": jax.ShapeDtypeStruct((partials, TILE_ROWS, head_dim), jnp.float32),
+        "max": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
+        "sum": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
+        "violations": jax.ShapeDtypeStruct((-(-num_ctas // plan_guard.GROUP) * plan_guard.GROUP,), jnp.int32),
     }
     scratch = _scratch(sizes)
 

@@ -26,7 +26,6 @@ from pallas_kernels.hopper.compat import load, store
 from pallas_kernels.hopper.pac_compute import MIN_ROW_MAX
 from pallas_kernels.hopper.packing import TILE_ROWS, Packing
 from pallas_kernels.hopper.plan_guard import GROUP
-from pallas_kernels.varying import type_like, vary_like
 
 
 class _Grain(NamedTuple):
@@ -133,13 +132,12 @@ def por(
         "used_rows": plan.used_rows,
     }
     names = [*inputs, "out", "max", "sum", "rows"]
-    out_type = functools.partial(type_like, vary_like(out, inputs))
     kernel = plgpu.kernel(
         lambda *refs: _merge(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
         out_type=[
-            out_type((batch * tokens, num_q_heads, head_dim), dtype),
-            out_type((num_groups, TILE_ROWS), jnp.float32),
-            out_type((num_groups, TILE_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((batch * tokens, num_q_heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((num_groups, TILE_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_groups, TILE_ROWS), jnp.float32),
         ],
         scratch_types=[plgpu.SMEM((sizes.grain.rows, head_dim), dtype)],
         grid=(num_groups, TILE_ROWS // sizes.grain.rows),

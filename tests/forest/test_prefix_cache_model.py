@@ -3,6 +3,7 @@
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -45,9 +46,10 @@ Serving.TestCase.settings = settings(max_examples=60, stateful_step_count=40, de
 TestServing = Serving.TestCase
 
 
-def test_ten_thousand_operations_lose_no_page() -> None:
-    random, world, nodes = Random(0), World(), 0
-    for count in range(10_000):
+@pytest.mark.parametrize(("operations", "devices"), [(10_000, 1), (1000, 4)])
+def test_thousands_of_operations_lose_no_page(operations, devices) -> None:
+    random, world, nodes = Random(0), World(devices=devices), 0
+    for count in range(operations):
         operation = World.drop if random.random() < 0.002 else random.choice(World.operations)
         operation(world, random)
         if count % 10 == 0:

@@ -102,7 +102,7 @@ def test_masks_are_by_token_where_readers_differ_within_a_block_or_a_page_is_not
         same = len(pages) == plan.arrays.block_pages.shape[1] and len({(page.lo, page.hi) for page in pages}) == 1
         by_token += plan.arrays.query_tokens > 1 or not (full and same)
     expected = by_token / len(masked) if masked else 1.0
-    assert plan.host.estimate.token_masked == pytest.approx(expected)
+    assert plan.host.estimates[0].token_masked == pytest.approx(expected)
 
 
 @settings(max_examples=150)

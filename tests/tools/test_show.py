@@ -247,3 +247,14 @@ def test_forests_and_plans_on_a_device_look_the_same(shown):
 def test_nothing_else_is_shown():
     with pytest.raises(TypeError, match=r"x: expected a Forest or a Plan, got list"):
         show([1])
+
+
+def test_a_plan_for_several_devices_is_shown_by_its_slowest(shown):
+    forest, pool = Forest.from_nodes([-1, 0, 0], [3000, 20, 500], [1, 2]).spread(512, devices=2)
+    plan = make_plan(forest, num_q_heads=4, num_kv_heads=2, head_dim=16, homes=pool.homes)
+    most = [loads(plan.local(device)).max() for device in (0, 1)]
+    lines = shown(plan).splitlines()
+    assert lines[0].startswith(f"plan for 2 devices: the longest load of each is {most[0]:.1f}, {most[1]:.1f} ")
+    # Two requests of 4 q heads, 16 numbers of 2 bytes and two of 4; half of the heads are the other device's.
+    assert f"{2 * 4 * (16 * 2 + 2 * 4) // 2} bytes" in lines[1]
+    assert lines[2:] == shown(plan.local(int(np.argmax(most)))).splitlines()
