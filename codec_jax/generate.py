@@ -37,11 +37,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -61,6 +61,8 @@ from codec_jax.nnx import (
     random_decoder,
 )
 from codec_jax.nnx.memory import KV_CACHE_HELP, pages_that_fit
+from codec_jax.nnx.replicas import PARALLEL_HELP, device_groups, replicated
+from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.weights import parameter_shapes
 from codec_jax.result_file import ResultFile
 
@@ -75,7 +77,7 @@ class Model:
     """The model that completes the prompts, its weights still to come."""
 
     config: DecoderConfig
-    load: Callable[[], Decoder]
+    load: Callable[[Mesh | None], Decoder | PlacedDecoder]  # to the devices of a mesh; None is the default device
     identity: dict[str, str]  # what tells it from another model
     tokenizer: Tokenizer | None = None  # None: prompts and completions are token ids only
     chat_template: ChatTemplate | None = None
@@ -94,7 +96,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         content = arguments.prompts.read_bytes()  # once: a pipe has nothing more to read
         prompts = read_prompts(arguments.prompts, content, model, arguments.max_new_tokens)
         params = _params(arguments, model)
-        num_pages = _num_pages(arguments, model, prompts)
+        groups = device_groups(
+            model.config,
+            data=arguments.data_parallel,
+            context=arguments.context_parallel,
+            tensor=arguments.tensor_parallel,
+        )
+        num_pages = _num_pages(arguments, model, prompts, groups)
         inputs = {**model.identity, "prompts_sha256": hashlib.sha256(content).hexdigest()}
         options = {name: getattr(arguments, name) for name in ("dtype", "samples", "max_new_tokens", *DRAWING, *STOPS)}
         results = ResultFile(arguments.output, {**inputs, **options}, len(prompts), arguments.samples)
@@ -105,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     everything = f"{len(prompts) * arguments.samples} completions"
     try:
         with closing(results):
-            _generate(arguments, model, prompts, params, num_pages, results)
+            _generate(arguments, model, prompts, params, groups, num_pages, results)
     except (OSError, KeyboardInterrupt) as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else error
         _say(
@@ -157,8 +165,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=count, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--seed", type=seed, default=0, help="the same seed draws the same tokens (default: 0)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--max-requests", type=count, default=128, help="decoded at a time (default: 128)")
+    parser.add_argument(
+        "--max-requests", type=count, default=128, help="decoded at a time, by each replica (default: 128)"
+    )
     parser.add_argument("--kv-cache-gib", type=gib, help=KV_CACHE_HELP)
+    for axis, text in PARALLEL_HELP.items():
+        parser.add_argument(f"--{axis}-parallel", type=count, default=1, help=text)
     return parser.parse_args(argv)
 
 
@@ -180,8 +192,11 @@ def _open_model(arguments: argparse.Namespace) -> Model:
     dtype = jnp.dtype(arguments.dtype)
     if arguments.model is None:
         config = replace(PUBLISHED[arguments.random_weights], dtype=dtype, param_dtype=dtype)
-        load = partial(random_decoder, config, progress=True)
-        return Model(config, load, {"model": f"random weights, {arguments.random_weights}"})
+
+        def drawn(mesh: Mesh | None) -> Decoder | PlacedDecoder:
+            return random_decoder(config, mesh=mesh, progress=True)
+
+        return Model(config, drawn, {"model": f"random weights, {arguments.random_weights}"})
     checkpoint = open_checkpoint(arguments.model)
     identity = {"model": arguments.model.resolve().name}
     for file in sorted(checkpoint.files):
@@ -190,7 +205,7 @@ def _open_model(arguments: argparse.Namespace) -> Model:
         identity[f"model/{file.relative_to(arguments.model)}"] = f"{status.st_size} bytes, {changed}"
     return Model(
         config=replace(checkpoint.config, dtype=dtype, param_dtype=dtype),
-        load=partial(checkpoint.load, dtype, progress=True),
+        load=lambda mesh: checkpoint.load(dtype, mesh=mesh, progress=True),
         identity=identity,
         tokenizer=checkpoint.tokenizer,
         chat_template=checkpoint.chat_template,
@@ -278,20 +293,29 @@ def _params(arguments: argparse.Namespace, model: Model) -> SamplingParams:
     return params
 
 
-def _num_pages(arguments: argparse.Namespace, model: Model, prompts: Sequence[Int[np.ndarray, " tokens"]]) -> int:
-    """Return the KV pages to allocate: what fits, or what all requests take if they share nothing.
+def _num_pages(
+    arguments: argparse.Namespace,
+    model: Model,
+    prompts: Sequence[Int[np.ndarray, " tokens"]],
+    groups: Sequence[Mesh | None],
+) -> int:
+    """Return the KV pages to allocate in each replica: what fits, or what all requests take if they share nothing.
 
     Raises ValueError that lists the prompts which can never fit.
     """
     parameters = sum(math.prod(parameter.shape) for parameter in parameter_shapes(model.config).values())
     weights = parameters * jnp.dtype(arguments.dtype).itemsize
-    room = pages_that_fit(model.config, PAGE_SIZE, gib=arguments.kv_cache_gib, weights_to_come=weights)
+    room = min(
+        pages_that_fit(model.config, PAGE_SIZE, gib=arguments.kv_cache_gib, weights_to_come=weights, mesh=mesh)
+        for mesh in groups
+    )
     alone = [-(-(len(prompt) + arguments.max_new_tokens - 1) // PAGE_SIZE) for prompt in prompts]
     need = [f"line {line}: needs {pages} pages" for line, pages in enumerate(alone, 1) if pages > room]
     if need:
         pages = f"{room} pages of {PAGE_SIZE} tokens with --max-new-tokens (see --kv-cache-gib)"
         raise ValueError("\n  ".join([f"--prompts: expected prompts whose KV fits into {pages}, but", *need]))
-    return min(room, sum(alone) * arguments.samples)
+    devices = arguments.context_parallel  # each has as many pages
+    return min(room, -(-sum(alone) * arguments.samples // devices) * devices)
 
 
 def _generate(
@@ -299,6 +323,7 @@ def _generate(
     model: Model,
     prompts: list[Int[np.ndarray, " tokens"]],
     params: SamplingParams,
+    groups: Sequence[Mesh | None],
     num_pages: int,
     results: ResultFile,
 ) -> None:
@@ -314,19 +339,24 @@ def _generate(
     texts = [prompts[number // samples] for number in todo]
     given = sum(map(len, texts))
     with tqdm(total=total, initial=len(results.finished), unit="completion", desc="loading", miniters=0) as bar:
-        engine = Engine(  # of the same sizes whatever is left to do, so that a run goes on as it began
-            model.load(),
-            max_requests=min(arguments.max_requests, total),
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            max_context=max(map(len, prompts)) + arguments.max_new_tokens,
-            tokenizer=model.tokenizer,
+        engine = replicated(
+            [
+                Engine(  # of the same sizes whatever is left to do, so that a run goes on as it began
+                    model.load(mesh),
+                    max_requests=min(arguments.max_requests, total),
+                    num_pages=num_pages,
+                    page_size=PAGE_SIZE,
+                    max_context=max(map(len, prompts)) + arguments.max_new_tokens,
+                    tokenizer=model.tokenizer,
+                )
+                for mesh in groups
+            ]
         )
         bar.set_description_str("compiling")
         start = time.perf_counter()
         submitted: dict[Request, int] = {}
         while todo or submitted:
-            while todo and len(submitted) < 2 * arguments.max_requests:  # enough for every row that gets free
+            while todo and len(submitted) < 2 * arguments.max_requests * len(groups):  # enough for rows that get free
                 number = todo.popleft()
                 request = engine.submit(prompts[number // samples], replace(params, stream=number))
                 submitted[request] = number

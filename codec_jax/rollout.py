@@ -27,9 +27,11 @@ from jaxtyping import Array, Bool, Float, Int
 from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.forest import KVPages
+from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.replicas import replicated
 from codec_jax.nnx.request import Request
 
 try:
@@ -149,21 +151,15 @@ class EngineRollout(BaseRollout):
           rollout_actor: the model to begin with. To be trained as well, it has to be a `Policy`.
           tokenizer: whatever Tunix takes for one.
           rollout_config: its `max_prompt_length` and `max_tokens_to_generate` say how much room a request takes.
-          mesh: the device to run on; by default the one that has the weights.
-          engine: arguments of `Engine`, such as `max_requests`, by `functools.partial`. `num_pages` defaults to what
-            `max_requests` requests take that share nothing, `max_context` to what one does.
+          mesh: the devices to run on, each with a replica of the model; by default the one that has the weights.
+          engine: arguments of each `Engine`, such as `max_requests`, by `functools.partial`. `num_pages` defaults to
+            what `max_requests` requests take that share nothing, `max_context` to what one does.
 
-        Raises ImportError without Tunix, TypeError for a model that is no decoder, ValueError for a mesh of several
-        devices and what `Engine` raises.
+        Raises ImportError without Tunix, TypeError for a model that is no decoder, and what `Engine` raises.
         """
         if BaseRollout is object:
             raise ImportError("EngineRollout needs Tunix: pip install codec-jax[rollout]")
         checks.instance("rollout_actor", rollout_actor, Decoder)
-        if mesh is not None and mesh.size > 1:
-            raise ValueError(
-                f"mesh: expected one device, which is what the engine computes on, got {mesh.size}; "
-                "give Role.ROLLOUT a mesh of its own"
-            )
 
         def copied(x: Array) -> Array:
             place = x.sharding if mesh is None or mesh.empty else NamedSharding(mesh, PartitionSpec())
@@ -177,7 +173,10 @@ class EngineRollout(BaseRollout):
         sizes = {"max_requests": 64, "page_size": 16, "max_context": context, **engine}
         if "num_pages" not in sizes:
             sizes["num_pages"] = sizes["max_requests"] * -(-sizes["max_context"] // sizes["page_size"])
-        self.engine = Engine(self._model, **sizes)
+        places: list[Mesh | None] = [None]
+        if mesh is not None and mesh.size > 1:
+            places = [Mesh([[device]], (CONTEXT, TENSOR)) for device in mesh.devices.flat]
+        self.engine = replicated([Engine(self._model, mesh=place, **sizes) for place in places])
         self._streams = 0  # random streams that requests have had
         self._lock = threading.Lock()
 

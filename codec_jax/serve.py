@@ -35,6 +35,7 @@ from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.memory import KV_CACHE_HELP, pages_that_fit
+from codec_jax.nnx.replicas import PARALLEL_HELP, Serving, device_groups, replicated
 from codec_jax.nnx.request import Update
 from codec_jax.serve_api import Answer, Refused, Served, read_call, refusal
 
@@ -94,47 +95,64 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=f"that calls must bring (default: {KEY}'s)")
     parser.add_argument("--served-model-name", help="name in calls (default: that of the directory)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--max-requests", type=int, default=128, help="decoded at a time (default: 128)")
+    parser.add_argument(
+        "--max-requests", type=int, default=128, help="decoded at a time, by each replica (default: 128)"
+    )
     parser.add_argument(
         "--max-context", type=int, help="tokens of prompt and text (default: all that there is room for)"
     )
     parser.add_argument("--prefill-tokens", type=int, default=2048, help="of prompts in a step (default: 2048)")
     parser.add_argument("--kv-cache-gib", type=float, help=KV_CACHE_HELP)
+    for axis, text in PARALLEL_HELP.items():
+        parser.add_argument(f"--{axis}-parallel", type=int, default=1, help=text)
     return parser.parse_args(argv)
 
 
-def _open(arguments: argparse.Namespace) -> tuple[Engine, Served]:
+def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     checkpoint = open_checkpoint(arguments.model)
     if arguments.max_context is not None and arguments.max_context > checkpoint.max_context:
         raise ValueError(
             f"--max-context: expected at most {checkpoint.max_context}, which the model was made for, "
             f"got {arguments.max_context}"
         )
-    model = checkpoint.load(arguments.dtype, progress=True)
-    num_pages = pages_that_fit(model.config, PAGE_SIZE, gib=arguments.kv_cache_gib)
-    engine = Engine(
-        model,
-        max_requests=arguments.max_requests,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        max_context=arguments.max_context or min(checkpoint.max_context, num_pages * PAGE_SIZE),
-        prefill_tokens=arguments.prefill_tokens,
-        room=ROOM,
-        tokenizer=checkpoint.tokenizer,
+    groups = device_groups(
+        checkpoint.config,
+        data=arguments.data_parallel,
+        context=arguments.context_parallel,
+        tensor=arguments.tensor_parallel,
+    )
+    models = [checkpoint.load(arguments.dtype, mesh=mesh, progress=True) for mesh in groups]
+    config = models[0].config
+    num_pages = min(pages_that_fit(config, PAGE_SIZE, gib=arguments.kv_cache_gib, mesh=mesh) for mesh in groups)
+    engine = replicated(
+        [
+            Engine(
+                model,
+                max_requests=arguments.max_requests,
+                num_pages=num_pages,
+                page_size=PAGE_SIZE,
+                max_context=arguments.max_context or min(checkpoint.max_context, num_pages * PAGE_SIZE),
+                prefill_tokens=arguments.prefill_tokens,
+                room=ROOM,
+                tokenizer=checkpoint.tokenizer,
+            )
+            for model in models
+        ]
     )
     name = arguments.served_model_name or arguments.model.resolve().name
-    _say(f"{name}: {num_pages:,} pages of {PAGE_SIZE} tokens, {engine.max_context:,} tokens of a request at most")
+    each = f"{len(groups)} replicas with {num_pages:,}" if len(groups) > 1 else f"{num_pages:,}"
+    _say(f"{name}: {each} pages of {PAGE_SIZE} tokens, {engine.max_context:,} tokens of a request at most")
     return engine, Served(name, checkpoint, engine.max_context)
 
 
 # ---------------------------------------------------------------------- the server
 
 
-def make_app(engine: Engine, served: Served, *, api_key: str | None = None) -> Starlette:
+def make_app(engine: Serving, served: Served, *, api_key: str | None = None) -> Starlette:
     """Return the server as an ASGI application, whose lifespan serves the engine.
 
     Args:
-      engine: has the tokenizer of the model that is served.
+      engine: or replicas; has the tokenizer of the model that is served.
       served: what calls are read and answered by.
       api_key: what calls of /v1 must bring, if anything.
     """
@@ -167,7 +185,7 @@ def _refused(error: Exception) -> Refused:
 class _Server:
     """The answers to all calls."""
 
-    def __init__(self, engine: Engine, served: Served, api_key: str | None) -> None:
+    def __init__(self, engine: Serving, served: Served, api_key: str | None) -> None:
         self._engine, self._served = AsyncEngine(engine), served
         self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
         self._finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)

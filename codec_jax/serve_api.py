@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 from codec_jax import checks
 from codec_jax.nnx.checkpoint import Checkpoint
-from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request, Update
 
 #: Answers that one body may ask for.
@@ -78,7 +78,7 @@ class Call:
     include_usage: bool
     logprobs: bool
 
-    def submit(self, engine: Engine) -> list[Request]:
+    def submit(self, engine: Serving) -> list[Request]:
         """Submit all samples of all prompts, or none.
 
         Args:

@@ -8,10 +8,12 @@ from codec_jax.nnx.configs import PUBLISHED, random_decoder
 from codec_jax.nnx.decoder import Attention, Decoder, DecoderConfig
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import Matcher, SamplingParams
+from codec_jax.nnx.replicas import Replicas
 from codec_jax.nnx.request import Request, Update
 from codec_jax.nnx.rope import Llama3Scaling
 from codec_jax.nnx.sampler import Sampler
 from codec_jax.nnx.search import Beam, beam_search, best_of
+from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.state import Completion, Decoding, Generated
 from codec_jax.nnx.stats import Stats
 from codec_jax.nnx.text import TextStream
@@ -33,6 +35,8 @@ __all__ = [
     "Generated",
     "Llama3Scaling",
     "Matcher",
+    "PlacedDecoder",
+    "Replicas",
     "Request",
     "Sampler",
     "SamplingParams",

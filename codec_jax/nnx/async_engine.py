@@ -15,15 +15,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request, Update
 
 Result = TypeVar("Result")
+EngineT = TypeVar("EngineT", bound=Serving)
 
 
 class StoppedError(RuntimeError):
@@ -36,7 +36,7 @@ class Following:
     `async for` ends when all of them are finished. Leaving `async with` aborts those that are not.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine[Any]) -> None:
         """Begin without requests, which `AsyncEngine.follow` adds.
 
         Args:
@@ -86,8 +86,8 @@ class _Told:
     characters: int = 0
 
 
-class AsyncEngine:
-    """Serves an engine to the tasks of an event loop. While it does, nobody else may touch the engine.
+class AsyncEngine(Generic[EngineT]):
+    """Serves an engine, or replicas, to the tasks of an event loop. While it does, nobody else may touch the engine.
 
     >>> import asyncio
     >>> from codec_jax.nnx import AsyncEngine
@@ -107,18 +107,19 @@ class AsyncEngine:
     5
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineT) -> None:
         """Take an engine; the thread begins and ends with `async with`.
 
         Leaving it takes no new requests and finishes those that there are. An error or a cancellation aborts them.
 
         Args:
-          engine: the engine. Requests that it has go on.
+          engine: the engine, or replicas. Requests that it has go on.
         """
-        checks.instance("engine", engine, Engine)
+        if not isinstance(engine, Serving):
+            raise TypeError(f"engine: expected an Engine or Replicas, got {type(engine).__name__}")
         self._engine = engine
         self._told: dict[Request, _Told] = {}
-        self._calls: list[Callable[[Engine], object]] = []
+        self._calls: list[Callable[[EngineT], object]] = []
         self._wake = threading.Condition()
         self._open = self._aborted = False
         self._error: BaseException | None = None
@@ -155,7 +156,7 @@ class AsyncEngine:
         if not self._open:
             raise StoppedError("engine: expected calls inside of `async with AsyncEngine(...)`, got one outside")
 
-    async def call(self, function: Callable[[Engine], Result]) -> Result:
+    async def call(self, function: Callable[[EngineT], Result]) -> Result:
         """Run a function between two steps, such as `lambda engine: engine.pin(prompt)`, and return what it returns.
 
         Args:
@@ -165,7 +166,7 @@ class AsyncEngine:
         """
         future: Future[Result] = Future()
 
-        def run(engine: Engine) -> None:
+        def run(engine: EngineT) -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -180,7 +181,7 @@ class AsyncEngine:
             self._post(run)
         return await asyncio.wrap_future(future)
 
-    async def follow(self, function: Callable[[Engine], Sequence[Request]]) -> Following:
+    async def follow(self, function: Callable[[EngineT], Sequence[Request]]) -> Following:
         """Run a function that submits requests in one way or another, and follow these.
 
         Args:
@@ -190,7 +191,7 @@ class AsyncEngine:
         """
         following = Following(self)
 
-        def submit(engine: Engine) -> None:
+        def submit(engine: EngineT) -> None:
             following.requests = tuple(function(engine))
             self._told |= {request: _Told(following, number) for number, request in enumerate(following.requests)}
 
@@ -227,7 +228,7 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ between both
 
-    def _post(self, function: Callable[[Engine], object]) -> None:
+    def _post(self, function: Callable[[EngineT], object]) -> None:
         with self._wake:
             self._calls.append(function)
             self._wake.notify()
@@ -293,6 +294,6 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(put)
 
 
-def _abort(engine: Engine, requests: Iterable[Request]) -> None:
+def _abort(engine: Serving, requests: Iterable[Request]) -> None:
     for request in requests:
         engine.abort(request)

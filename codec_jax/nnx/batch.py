@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.attention import forest_attention
 from codec_jax.forest import NO_SLOT, DraftTrees, Forest, KVPages
+from codec_jax.nnx.parallel import Parallel
 from codec_jax.planning import Plan
 
 #: How rows attend whose K and V are in the pages already.
@@ -50,15 +52,22 @@ def parted(rows: Array, batches: Sequence[Batch]) -> list[Array]:
 
 
 def attend(
-    batches: Sequence[Batch], implementation: str | None, query: Float[Array, "B T N H"], pages: KVPages
-) -> Float[Array, "B T N H"]:
-    """Attend in each batch over its own forest and plan."""
-    return _join([
+    batches: Sequence[Batch],
+    implementation: str | None,
+    parallel: Parallel,
+    query: Float[Array, "B T N H"],
+    pages: KVPages,
+) -> Float[Array, "B T n H"]:
+    """Attend in each batch over its own forest and plan; of several devices each gets its part of the heads."""
+    partials = [
         forest_attention(
-            part, pages.key, pages.value, batch.forest, batch.plan, drafts=batch.drafts, implementation=implementation
+            part, pages.key, pages.value, batch.forest, batch.plan.local(), drafts=batch.drafts,
+            implementation=implementation, return_residuals=True,
         )
         for part, batch in zip(parted(query, batches), batches, strict=True)
-    ])  # fmt: skip
+    ]  # fmt: skip
+    out, (row_max, row_sum) = jax.tree.map(lambda *parts: _join(parts), *partials)
+    return parallel.merge(out, row_max, row_sum)
 
 
 def _rows_of(batch: Batch) -> Rows:

@@ -1,7 +1,8 @@
 """Hugging Face checkpoints of Qwen3 and Llama: a directory with config.json, *.safetensors and tokenizer.json.
 
     open_checkpoint   config, tokenizer, chat template and the headers of all tensors; one error for all that is wrong
-    Checkpoint.load   parameter by parameter from the mapped files to the device, in the dtype that is wanted
+    Checkpoint.load   parameter by parameter from the mapped files to the device, in the dtype that is wanted; to each
+                      of several devices what it keeps
 
 Only files in the directory are read; nothing is ever downloaded.
 """
@@ -15,10 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
@@ -28,7 +32,9 @@ from codec_jax import checks
 from codec_jax.nnx.chat import ChatTemplate, read_chat_template
 from codec_jax.nnx.checkpoint_config import read_config, read_max_context, read_stop_tokens, shown
 from codec_jax.nnx.decoder import Decoder, DecoderConfig
-from codec_jax.nnx.weights import filled_decoder, parameter_shapes
+from codec_jax.nnx.parallel import Parallel
+from codec_jax.nnx.shards import Cut, PlacedDecoder, assembled, check_sizes
+from codec_jax.nnx.weights import filled, parameter_shapes
 
 #: Parameter of `Decoder` -> the tensors whose rows are its columns, one tensor after the other; or that are the
 #: parameter as it is, if it is no `nnx.Linear`.
@@ -75,32 +81,49 @@ class Checkpoint:
     files: frozenset[Path]  # all that were read or will be
     sources: Mapping[str, tuple[tuple[Path, str], ...]]  # file and name of each tensor that a parameter is made of
 
-    def load(self, dtype: DTypeLike = jnp.bfloat16, *, progress: bool = False) -> Decoder:
-        """Read the weights to the default device, one parameter after another.
+    @overload
+    def load(self, dtype: DTypeLike = jnp.bfloat16, *, mesh: None = None, progress: bool = False) -> Decoder: ...
 
-        The host holds the tensors of one parameter at a time, and no other weights are made first.
+    @overload
+    def load(self, dtype: DTypeLike = jnp.bfloat16, *, mesh: Mesh, progress: bool = False) -> PlacedDecoder: ...
+
+    def load(
+        self, dtype: DTypeLike = jnp.bfloat16, *, mesh: Mesh | None = None, progress: bool = False
+    ) -> Decoder | PlacedDecoder:
+        """Read the weights to the default device, or to those of a mesh, one parameter after another.
+
+        The host holds the tensors of one parameter at a time, and no other weights are made first. Of a mesh, each
+        device gets what it keeps, and each process reads no more than what its devices keep.
 
         Args:
           dtype: float32, bfloat16 or float16, of weights, activations and KV cache, whatever the files have.
+          mesh: devices along axes "context" and "tensor", among which the weights are divided.
           progress: show a bar.
 
-        Raises ValueError for another dtype, and what reading raises if the files are no longer as they were.
+        Returns the decoder; with a mesh one that is placed there, for `Engine` and `Sampler`. Raises ValueError for
+        another dtype or a mesh that does not divide the decoder, and what reading raises if the files are no longer as
+        they were.
 
         >>> model = open_checkpoint("Qwen3-4B").load()
         >>> logits = jax.jit(model)(np.asarray([[1, 2, 3]]))  # [B, T, V], float32
         """
         checks.float_dtype("dtype", dtype)
-        config = replace(self.config, dtype=dtype, param_dtype=dtype)
+        config, parallel = replace(self.config, dtype=dtype, param_dtype=dtype), Parallel.of(mesh)
+        check_sizes(config, parallel)
         with ExitStack() as stack:
             files = {file for sources in self.sources.values() for file, _ in sources}
             opened = {file: stack.enter_context(safe_open(file, framework="numpy")) for file in files}
 
-            def weight(path: str, _: jax.ShapeDtypeStruct) -> Array:
-                return _place(
-                    [opened[file].get_tensor(name) for file, name in self.sources[path]], _is_linear(path), dtype
-                )
+            def weight(path: str, parameter: jax.ShapeDtypeStruct) -> Array:
+                cut, tensors = Cut.of(config, parallel, path, parameter.shape), []
+                for part, (file, name) in enumerate(self.sources[path]):
+                    tensors.append(_read(opened[file].get_slice(name), cut, part, _is_linear(path), mesh))
+                return _place(tensors, _is_linear(path), dtype, cut, mesh)
 
-            return filled_decoder(config, weight, progress=progress)
+            graph, weights = filled(config, weight, progress=progress)
+        if mesh is None:
+            return nnx.merge(graph, weights)
+        return PlacedDecoder(graph, weights, config, mesh, parameter_shapes(config))
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
@@ -298,7 +321,26 @@ def _parts(config: DecoderConfig, path: str, shape: tuple[int, ...]) -> dict[str
     return {f"{layer}{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
 
 
-@partial(jax.jit, static_argnames=("transpose", "dtype"))
-def _place(tensors: list[Array], transpose: bool, dtype: DTypeLike) -> Array:
-    joined = jnp.concatenate([tensor.astype(dtype) for tensor in tensors])
-    return joined.T if transpose else joined
+def _read(tensor: Any, cut: Cut, part: int, transpose: bool, mesh: Mesh | None) -> Array | np.ndarray:
+    """Read what devices keep of a tensor that is a part of a parameter, to these devices."""
+    axis, width = 1 - cut.axis if transpose else cut.axis, cut.widths[part]
+    shape = list(tensor.get_shape())
+    shape[axis] = width * cut.parallel.devices
+
+    def block(device: int) -> np.ndarray:
+        start = cut.starts(device)[part]
+        return tensor[(slice(None),) * axis + (slice(start, start + width),)]
+
+    return assembled(mesh, cut, axis, tuple(shape), block)
+
+
+@partial(jax.jit, static_argnames=("transpose", "dtype", "cut", "mesh"))
+def _place(tensors: list[Array], transpose: bool, dtype: DTypeLike, cut: Cut, mesh: Mesh | None) -> Array:
+    def place(tensors: list[Array]) -> Array:
+        joined = jnp.concatenate([tensor.astype(dtype) for tensor in tensors])
+        return joined.T if transpose else joined
+
+    if mesh is None:
+        return place(tensors)
+    spec = cut.spec(1 - cut.axis if transpose else cut.axis)
+    return jax.shard_map(place, mesh=mesh, in_specs=spec, out_specs=cut.spec(cut.axis))(tensors)

@@ -22,6 +22,7 @@ from codec_jax import checks
 from codec_jax.forest import DraftTrees, Forest, KVPages
 from codec_jax.nnx.batch import Attend, Batch, attend, joined, parted
 from codec_jax.nnx.norm import RMSNorm, reciprocal_root_mean_square
+from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.rope import Llama3Scaling, rotate
 from codec_jax.planning import Plan
 
@@ -139,6 +140,7 @@ class Attention(nnx.Module):
         slots: Int[Array, "B T"],
         pages: KVPages,
         attend: Attend,
+        parallel: Parallel = ALONE,
     ) -> tuple[Float[Array, "B T D"], KVPages]:
         """Store K and V of the T tokens in their slots, then attend to each request's whole context. Jittable.
 
@@ -149,31 +151,35 @@ class Attention(nnx.Module):
           pages: K and V of this layer.
           attend: called with the queries [B, T, N, H] and the pages, and returns [B, T, N, H]; a call of
             `forest_attention`.
+          parallel: the devices among which weights, heads and pages are divided; one by default.
 
-        Returns [B, T, D] and the pages.
+        Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.
         """
-        query, key, value = self._project(x, positions)
+        query, key, value = self._project(x, positions, parallel)
         pages = pages.write(slots, key, value)
         return self._merge(attend(query, pages)), pages
 
-    def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+    def _project(self, x: Array, positions: Array, parallel: Parallel = ALONE) -> tuple[Array, Array, Array]:
         config = self.config
-        heads = self.query_key_value(x).reshape(*x.shape[:2], -1, config.head_dim)
+        num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+        sizes = [count * config.head_dim for count in (num_q_heads, num_kv_heads, num_kv_heads)]
+        columns = parallel.gather(self.query_key_value(x), sizes)
+        heads = columns.reshape(*x.shape[:2], -1, config.head_dim)
         # Queries and keys together, and rounded once, so that XLA needs one reduction for the norms of all heads and
         # does the rest in the very kernels that store them.
-        turning, value = jnp.split(heads, [config.num_q_heads + config.num_kv_heads], axis=2)
+        turning, value = jnp.split(heads, [num_q_heads + num_kv_heads], axis=2)
         exact = turning.astype(jnp.float32)
         if config.qk_norm:
-            exact *= reciprocal_root_mean_square(exact, config.norm_epsilon) * self._head_scales()[None, None]
+            factor = reciprocal_root_mean_square(exact, config.norm_epsilon)
+            exact *= factor * self._head_scales(num_q_heads, num_kv_heads)[None, None]
         turned = rotate(exact, positions, config.rope_theta, config.rope_scaling).astype(heads.dtype)
-        query, key = jnp.split(turned, [config.num_q_heads], axis=2)
+        query, key = jnp.split(turned, [num_q_heads], axis=2)
         return query, key, value
 
-    def _head_scales(self) -> Float[Array, "N+K H"]:
+    def _head_scales(self, num_q_heads: int, num_kv_heads: int) -> Float[Array, "N+K H"]:
         """Return the factors of each head's norm, queries' first; float32."""
-        config = self.config
-        norms = (self.query_norm, config.num_q_heads), (self.key_norm, config.num_kv_heads)
-        scales = [jnp.broadcast_to(norm.scale[...], (heads, config.head_dim)) for norm, heads in norms]
+        norms = (self.query_norm, num_q_heads), (self.key_norm, num_kv_heads)
+        scales = [jnp.broadcast_to(norm.scale[...], (heads, self.config.head_dim)) for norm, heads in norms]
         return jnp.concatenate(scales).astype(jnp.float32)
 
     def _merge(self, heads: Array) -> Array:
@@ -216,11 +222,12 @@ class Block(nnx.Module):
         slots: Int[Array, "B T"],
         pages: KVPages,
         attend: Attend,
+        parallel: Parallel = ALONE,
     ) -> tuple[Float[Array, "B T D"], KVPages]:
         """Attention over a forest, then the MLP."""
-        attended, pages = self.attention.decode(self.attention_norm(x), positions, slots, pages, attend)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), pages
+        attended, pages = self.attention.decode(self.attention_norm(x), positions, slots, pages, attend, parallel)
+        x = x + parallel.reduce(attended)
+        return x + parallel.reduce(self.mlp(self.mlp_norm(x))), pages
 
 
 class Decoder(nnx.Module):
@@ -282,6 +289,7 @@ class Decoder(nnx.Module):
         drafts: DraftTrees | None = None,
         store: Bool[Array, "B T"] | bool = True,
         implementation: str | None = None,
+        parallel: Parallel = ALONE,
     ) -> tuple[Float[Array, "B T D"], tuple[KVPages, ...]]:
         """Run each request's last T tokens, whose room in the forest is taken already (`Forest.extend`). Jittable.
 
@@ -291,17 +299,23 @@ class Decoder(nnx.Module):
           forest, plan, drafts, implementation: as in `forest_attention`.
           store: [B, T], false for tokens that are computed but not stored. Tokens that are not in the request's own
             leaf are not stored either.
+          parallel: as in `decode_together`.
 
         Returns the final hidden states [B, T, D], for `logits`, and the cache with the tokens' K and V. Raises
         ValueError for tokens that do not fit the forest, and what `forest_attention` raises.
         """
         (hidden,), cache = self.decode_together(
-            [Batch(tokens, forest, plan, store, drafts)], cache, implementation=implementation
+            [Batch(tokens, forest, plan, store, drafts)], cache, implementation=implementation, parallel=parallel
         )
         return hidden, cache
 
     def decode_together(
-        self, batches: Sequence[Batch], cache: tuple[KVPages, ...], *, implementation: str | None = None
+        self,
+        batches: Sequence[Batch],
+        cache: tuple[KVPages, ...],
+        *,
+        implementation: str | None = None,
+        parallel: Parallel = ALONE,
     ) -> tuple[list[Float[Array, "B T D"]], tuple[KVPages, ...]]:
         """Run several batches in one pass over the weights: chunks of prompts beside requests that decode. Jittable.
 
@@ -311,6 +325,8 @@ class Decoder(nnx.Module):
           batches: tokens, forests over the same pages, and plans.
           cache: K and V of every layer.
           implementation: as in `forest_attention`.
+          parallel: inside of `jax.shard_map`, the devices among which weights, cache and plans are divided; a plan is
+            for the heads of one of them.
 
         Returns the final hidden states of each batch, and the cache. Raises what `decode` raises.
 
@@ -330,22 +346,24 @@ class Decoder(nnx.Module):
             checks.shape("tokens", batch.tokens, B=batch.forest.request_capacity, T=None)
         rows = joined(*batches)
         # Without the barrier XLA looks them up, from leaf to node to page, in every kernel that writes K or V.
-        slots = lax.optimization_barrier(rows.slots)
-        x, written = self.embedding(rows.tokens), []
+        slots = lax.optimization_barrier(parallel.local_slots(rows.slots, cache[0]))
+        run = partial(attend, batches, implementation, parallel)
+        x, written = parallel.embed(self.embedding, rows.tokens, self.config.vocab_size), []
         for block, pages in zip(self.blocks, cache, strict=True):
-            x, pages = block.decode(x, rows.positions, slots, pages, partial(attend, batches, implementation))
+            x, pages = block.decode(x, rows.positions, slots, pages, run, parallel)
             written.append(pages)
         return parted(self.norm(x), batches), tuple(written)
 
-    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    def logits(self, hidden: Float[Array, "*batch D"], parallel: Parallel = ALONE) -> Float[Array, "*batch V"]:
         """Map final hidden states to logits, float32.
 
         Args:
           hidden: [..., D], from `decode`.
+          parallel: as in `decode_together`.
         """
         weights = self.embedding.embedding[...].T if self.config.tied_embeddings else self.head.kernel[...]
         # Float32 as the product leaves it, rather than rounded and converted back in a pass over the vocabulary.
-        return jnp.dot(hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return parallel.join(jnp.dot(hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32))
 
     def new_cache(self, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
         """Return empty KV pages for every layer.

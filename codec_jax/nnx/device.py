@@ -14,15 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, UInt16
 
 from codec_jax.forest import PrefixCache
-from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.decoder import Decoder, DecoderConfig
 from codec_jax.nnx.engine_step import Carried, Chunks, Drawing, Outcome, run_step
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
+from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.request import Request, part_of_context
 from codec_jax.nnx.sampling import History, RowOptions, allowed_words
 from codec_jax.nnx.scheduler import Running, Step
-from codec_jax.nnx.weights import split, weights_like
+from codec_jax.nnx.shards import PlacedDecoder, everywhere, new_pages, program
 
 #: Plans of chunks whose contexts are short have room for a part of what the longest ones need, if that is much.
 _SHORT, _MANY_BLOCKS = 16, 1 << 14
@@ -35,7 +38,7 @@ class Device:
 
     def __init__(
         self,
-        model: Decoder,
+        model: PlacedDecoder,
         *,
         cache: PrefixCache,
         max_context: int,
@@ -45,38 +48,41 @@ class Device:
         implementation: str | None,
     ) -> None:
         """Allocate pages, and say what to compile."""
-        self._config, self._chunk_tokens = model.config, chunk_tokens
+        self._model, self._config, self._chunk_tokens = model, model.config, chunk_tokens
         self._rows, self._num_pages, page_size = len(cache.tree.leaf), cache.pool.num_pages, cache.tree.page_size
         #: Chunks that a step has room for: few, so that a short prompt costs little, or all.
         self._sizes = sorted({max(chunks // 8, 1), chunks})
         # A plan holds for what the step in flight may add, and for what the next one may.
-        self._intervals = intervals = Intervals(model.config, 2 * steps, self._num_pages, page_size)
+        self._intervals = intervals = Intervals(
+            model.config, 2 * steps, self._num_pages, page_size, Parallel.of(model.mesh)
+        )
         self._max_context = min(max_context, self._num_pages * page_size)
         self._blocks = intervals.block_capacity(self._rows, self._max_context)
-        graph, self._weights = split(model)
-        self._run = _program(graph, steps, implementation)
-        self._set_history = jax.jit(History.set_row, donate_argnums=0)
+        self._run = _program(model.graph, model.config, model.mesh, steps, implementation)
+        same = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
+        self._set_history = jax.jit(History.set_row, donate_argnums=0, out_shardings=same)
         self._page_size = page_size
         self._options: tuple[tuple[int | None, ...], RowOptions] | None = None
         self._allocate()
 
     def _allocate(self) -> None:
-        self._pages = self._config.new_cache(self._num_pages, self._page_size)
-        self._carried = Carried(
+        self._pages = new_pages(self._config, self._model.mesh, self._num_pages, self._page_size)
+        carried = Carried(
             token=jnp.zeros(self._rows, jnp.int32),
             stopped=jnp.zeros(self._rows, bool),
             grown=jnp.zeros(self._rows, jnp.int32),
             history=History.empty(self._rows, self._config.vocab_size),
         )
+        self._carried = everywhere(self._model.mesh, carried)
 
     def restart(self) -> None:
         """Allocate anew if a step took the arrays, and gave none back."""
         if any(array.is_deleted() for array in jax.tree.leaves((self._pages, self._carried))):
             self._allocate()
 
-    def update_weights(self, model: Decoder) -> None:
+    def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take other weights, for the steps from here on. Raises ValueError for those of another model."""
-        self._weights = weights_like(model, self._config, self._weights)
+        self._model = self._model.updated(model)
 
     def warm_up(self, cache: PrefixCache) -> None:
         """Compile all programs, and run each with nothing to do."""
@@ -85,6 +91,8 @@ class Device:
         for size in self._sizes:
             for end in {1, self._max_context}:
                 self._start(nothing, cache, self._chunks(nothing, cache, size, end), behind=False)
+        vocab = self._config.vocab_size
+        self._set_row(self._rows, np.zeros(vocab, bool), np.zeros(vocab, np.uint16))  # past the last row: of nobody
         jax.block_until_ready(self._pages)
 
     def dispatch(self, step: Step, cache: PrefixCache, *, behind: bool) -> Outcome:
@@ -101,7 +109,7 @@ class Device:
         drawing = self._drawing(step, cache, behind)
         count = np.int32(max(step.drawing.values(), default=0))
         self._pages, self._carried, outcome = self._run(
-            self._weights, self._pages, self._carried, drawing, chunks, count
+            self._model.weights, self._pages, self._carried, drawing, chunks, count
         )
         return outcome
 
@@ -151,7 +159,7 @@ class Device:
         key = tuple(None if request is None else request.id for request in requests)
         if self._options is None or self._options[0] != key:
             params = [None if request is None else request.params for request in requests]
-            self._options = key, jax.device_put(RowOptions.of(params, self._config.vocab_size))
+            self._options = key, everywhere(self._model.mesh, RowOptions.of(params, self._config.vocab_size))
         options = self._options[1]
         masks = {running.row: running.request.mask for running in step.drawing if running.request.mask is not None}
         if masks:
@@ -169,9 +177,10 @@ class Device:
         in_prompt = np.zeros(self._config.vocab_size, bool)
         in_prompt[request.prompt] = True
         generated = np.bincount(np.asarray(request.tokens, np.int64), minlength=self._config.vocab_size)
-        history = self._set_history(
-            self._carried.history, np.int32(running.row), in_prompt, generated.clip(max=65535).astype(np.uint16)
-        )
+        self._set_row(running.row, in_prompt, generated.clip(max=65535).astype(np.uint16))
+
+    def _set_row(self, row: int, in_prompt: Bool[np.ndarray, " V"], generated: UInt16[np.ndarray, " V"]) -> None:
+        history = self._set_history(self._carried.history, np.int32(row), in_prompt, generated)
         self._carried = self._carried._replace(history=history)
 
 
@@ -181,9 +190,12 @@ def _nodes(rows: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _program(graph: nnx.GraphDef[Decoder], steps: int, implementation: str | None) -> Callable[..., Any]:
+def _program(
+    graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, steps: int, implementation: str | None
+) -> Callable[..., Any]:
     """Return a jitted step; engines of one model have the same, so that a second one compiles nothing."""
-    return jax.jit(
-        lambda weights, *rest: run_step(nnx.merge(graph, weights), steps, implementation, *rest),
-        donate_argnums=(1, 2),
-    )
+
+    def run(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
+        return run_step(model, steps, implementation, *rest, parallel=parallel)
+
+    return program(graph, config, mesh, run, donate=(1, 2))

@@ -11,29 +11,30 @@ The host is one step ahead: `step` schedules and dispatches a step, and then wai
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from itertools import count as numbers
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Int
 from tokenizers import Tokenizer
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.attention.backends import check_name
 from codec_jax.forest import PrefixCache
+from codec_jax.nnx import calls
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.device import Device
 from codec_jax.nnx.engine_step import Outcome
 from codec_jax.nnx.landing import begin, failing_alone, fetch, finish, take_scores, take_tokens, tell
 from codec_jax.nnx.memory import pages_that_fit
+from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.prefill import chunk_tokens
-from codec_jax.nnx.request import Request, Update
+from codec_jax.nnx.request import Request
 from codec_jax.nnx.scheduler import Scheduler, Step
+from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.stats import Stats, count
 
 
@@ -74,8 +75,9 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | PlacedDecoder,
         *,
+        mesh: Mesh | None = None,
         max_requests: int = 64,
         num_pages: int | None = None,
         page_size: int = 16,
@@ -90,8 +92,11 @@ class Engine:
 
         Args:
           model: the decoder. The engine keeps the weights that it has now; `update_weights` takes new ones.
+          mesh: devices along axes "context" and "tensor" that decode together: heads and weights are divided along
+            "tensor", KV pages and weights along "context". Not needed for a model that is placed.
           max_requests: rows (B): requests that are computed or decode at a time. Any number may wait.
-          num_pages: KV pages of each layer; defaults to what fits into the memory that the device has left.
+          num_pages: KV pages of each layer, on all devices together; defaults to what fits into the memory that the
+            device has left.
           page_size: tokens in a page.
           max_context: tokens of prompt and text together, at most; defaults to what the pool holds.
           prefill_tokens: tokens of prompts that a step computes beside requests that decode, at most.
@@ -102,106 +107,33 @@ class Engine:
           tokenizer: for prompts given as text, the text of updates, and stop strings.
           implementation: of `forest_attention`.
 
-        Raises ValueError for numbers that do not fit together.
+        Raises ValueError for numbers that do not fit together, or a mesh that does not divide the model.
         """
-        checks.instance("model", model, Decoder)
         check_name(implementation)
         if not 0.0 <= checks.number("room", room) <= 1.0:
             raise ValueError(f"room: expected a share in [0, 1], got {room}")
-        num_pages = pages_that_fit(model.config, page_size) if num_pages is None else num_pages
-        cache = PrefixCache.create(num_pages, page_size, checks.integer("max_requests", max_requests))
-        self.config, self.tokenizer = model.config, tokenizer
+        placed = PlacedDecoder.of(model, mesh)
+        config, parallel = placed.config, Parallel.of(placed.mesh)
+        num_pages = pages_that_fit(config, page_size, mesh=placed.mesh) if num_pages is None else num_pages
+        rows = checks.integer("max_requests", max_requests)
+        cache = PrefixCache.create(num_pages, page_size, rows, devices=parallel.context)
+        self.config, self.tokenizer = config, tokenizer
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         self._page_size = page_size
         self._chunk_tokens = width = max(chunk_tokens(page_size), 2 * page_size)
         chunks = max(checks.integer("prefill_tokens", prefill_tokens) // width, 1)
         sizes = {"steps": checks.integer("steps", steps), "chunks": chunks, "chunk_tokens": width}
         self._scheduler = Scheduler(cache, room=room, **sizes)
-        self._device = Device(model, cache=cache, max_context=self.max_context, implementation=implementation, **sizes)
+        self._device = Device(placed, cache=cache, max_context=self.max_context, implementation=implementation, **sizes)
+        self._ids = numbers()
         self._flight: _Flight | None = None
         self._news: list[Request] = []  # that no step has told of yet
-        self._ids = itertools.count()
         self._pins: dict[Request, Int[np.ndarray, " pages"] | None] = {}  # None: still to be computed
         self._submitted = self._steps = self._generated = 0
 
     # ------------------------------------------------------------------ requests
 
-    def submit(
-        self,
-        prompt: str | Integers,
-        params: SamplingParams | None = None,
-        *,
-        on_update: Callable[[Request, Update], None] | None = None,
-    ) -> Request:
-        """Take a request; `step` works on it from then on.
-
-        Args:
-          prompt: token ids, or text if the engine has a tokenizer.
-          params: how it is decoded.
-          on_update: called with the request and what is new of it. An error that it raises ends this request.
-
-        Returns the request, which the engine fills in. Raises ValueError for one that can never be served.
-        """
-        params = SamplingParams() if params is None else params
-        checks.instance("params", params, SamplingParams)
-        request = Request(next(self._ids), self._tokens("prompt", prompt), params, on_update)
-        return self._submit(request)
-
-    def submit_samples(
-        self,
-        prompt: str | Integers,
-        samples: int,
-        params: SamplingParams | None = None,
-        *,
-        on_update: Callable[[Request, Update], None] | None = None,
-    ) -> list[Request]:
-        """Take several requests for one prompt, which is computed once; they draw from streams of their own.
-
-        Args:
-          prompt, params, on_update: as in `submit`.
-          samples: how many.
-
-        Raises what `submit` raises.
-        """
-        params = SamplingParams() if params is None else params
-        checks.instance("params", params, SamplingParams)
-        tokens = self._tokens("prompt", prompt)
-        streams = range(params.stream, params.stream + checks.integer("samples", samples))
-        return [self.submit(tokens, replace(params, stream=stream), on_update=on_update) for stream in streams]
-
-    def fork(
-        self,
-        request: Request,
-        params: SamplingParams | None = None,
-        *,
-        on_update: Callable[[Request, Update], None] | None = None,
-    ) -> Request:
-        """Take a request that goes on from where another one is now, finished or not.
-
-        Args:
-          request: the one to go on from; it is not changed.
-          params: how the new one is decoded; those of the other with the next random stream by default. `max_tokens`
-            counts the tokens that there are already.
-          on_update: as in `submit`.
-
-        Raises ValueError for `max_tokens` that are used up, and what `submit` raises.
-        """
-        checks.instance("request", request, Request)
-        if params is None:
-            params = replace(request.params, stream=request.params.stream + 1)
-        checks.instance("params", params, SamplingParams)
-        if len(request.tokens) >= params.max_tokens:
-            raise ValueError(
-                f"params: expected max_tokens above the {len(request.tokens)} tokens that request {request.id} has, "
-                f"got {params.max_tokens}"
-            )
-        new = Request(
-            next(self._ids), request.prompt, params, on_update,
-            tokens=list(request.tokens),
-            logprobs=list(request.logprobs),
-            top_logprobs=list(request.top_logprobs),
-        )  # fmt: skip
-        return self._submit(new)
+    submit, submit_samples, fork = calls.submit, calls.submit_samples, calls.fork
 
     def abort(self, request: Request) -> None:
         """End a request with what it has; nothing happens to one that is finished.
@@ -222,7 +154,7 @@ class Engine:
         Returns a request that is finished when the prefix is there. Raises ValueError if that leaves too little room
         for the requests that there are.
         """
-        request = Request(next(self._ids), self._tokens("prompt", prompt), SamplingParams(max_tokens=0))
+        request = calls.new_request(self, prompt, SamplingParams(max_tokens=0))
         others = [*self._scheduler.queue, *(running.request for running in self._scheduler.running)]
         largest = max(map(self._pages_alone, others), default=0)
         room, pages = self._pages_unpinned() - largest, self._pages_alone(request)
@@ -299,80 +231,9 @@ class Engine:
         self._flight = flight
         return list(dict.fromkeys(news))
 
-    def stream(self, request: Request) -> Iterator[Update]:
-        """Work until a request is finished, and yield what is new of it; the others are worked on as well.
+    stream, generate, score = calls.stream, calls.generate, calls.score
 
-        Args:
-          request: one of this engine's.
-        """
-        checks.instance("request", request, Request)
-        tokens = text = 0
-        while True:
-            if len(request.tokens) > tokens or request.finished:
-                update = Update(request.tokens[tokens:], request.text[text:], request.finish_reason)
-                tokens, text = len(request.tokens), len(request.text)
-                yield update
-            if request.finished:
-                return
-            self.step()
-
-    def generate(
-        self, prompts: Sequence[str | Integers], params: SamplingParams | None = None, *, samples: int = 1
-    ) -> list[Request]:
-        """Complete prompts, and return the finished requests, prompt by prompt.
-
-        Args:
-          prompts: as in `submit`.
-          params: of all of them, as in `submit`.
-          samples: completions of each prompt.
-
-        Raises what `submit` raises, with nothing left to do.
-
-        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-        >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
-        >>> [len(request.tokens) for request in engine.generate([[1, 2], [3]], SamplingParams(max_tokens=4), samples=2)]
-        [4, 4, 4, 4]
-        """
-        requests: list[Request] = []
-        with self._aborting(requests):
-            for prompt in prompts:
-                requests += self.submit_samples(prompt, samples, params)
-            self._finish_all(requests)
-        return requests
-
-    def score(self, prompts: Sequence[Integers], completions: Sequence[Integers]) -> list[Float[np.ndarray, " tokens"]]:
-        """Return the log-probability of each token of given completions; what they share is computed once.
-
-        Args:
-          prompts: token ids.
-          completions: token ids of a completion of each prompt.
-
-        Raises ValueError for lists that do not belong together or do not fit, LogitsError for logits that are not
-        finite.
-
-        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-        >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
-        >>> [logprobs] = engine.score([[1, 2, 3]], [[4, 5]])
-        >>> logprobs.shape
-        (2,)
-        """
-        if len(prompts) != len(completions):
-            raise ValueError(f"completions: expected one for each of {len(prompts)} prompts, got {len(completions)}")
-        params = SamplingParams(max_tokens=0, prompt_logprobs=True)
-        requests: list[Request] = []
-        with self._aborting(requests):
-            for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-                given = self._tokens(f"prompts[{i}]", prompt)
-                tokens = np.concatenate([given, self._tokens(f"completions[{i}]", completion)])
-                requests.append(Request(next(self._ids), tokens, params, scored_from=len(given) - 1))
-                self._submit(requests[-1])
-            self._finish_all(requests)
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-        return [np.asarray(request.prompt_logprobs, np.float32) for request in requests]
-
-    def update_weights(self, model: Decoder) -> None:
+    def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take the weights that a model has now. Nothing compiles; what the old ones computed is forgotten.
 
         Running requests go on from what they have generated, computed again by the new weights.
@@ -401,17 +262,6 @@ class Engine:
 
     # ------------------------------------------------------------------ on the way in
 
-    def _tokens(self, name: str, prompt: str | Integers) -> Int[np.ndarray, " tokens"]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"{name}: expected token ids, for the engine has no tokenizer, got text")
-            prompt = self.tokenizer.encode(prompt).ids
-        tokens = checks.int_vector(name, prompt)
-        if not tokens.size:
-            raise ValueError(f"{name}: expected at least one token, got none")
-        checks.tokens(name, tokens, self.config.vocab_size)
-        return tokens
-
     def _pages_alone(self, request: Request) -> int:
         """Count the pages that a request takes if it shares nothing."""
         return -(-(len(request.prompt) + max(request.params.max_tokens - 1, 0)) // self._page_size)
@@ -439,20 +289,6 @@ class Engine:
         self._submitted += 1
         self._scheduler.queue.append(request)
         return request
-
-    @contextmanager
-    def _aborting(self, requests: list[Request]) -> Iterator[None]:
-        """Leave nothing behind where an error ends what these requests were for."""
-        try:
-            yield
-        except BaseException:
-            for request in requests:
-                self.abort(request)
-            raise
-
-    def _finish_all(self, requests: Sequence[Request]) -> None:
-        while not all(request.finished for request in requests):
-            self.step()
 
     # ------------------------------------------------------------------ from the device
 

@@ -23,6 +23,7 @@ from codec_jax.arrays import HostOrDevice
 from codec_jax.forest import Forest, KVPages
 from codec_jax.nnx.batch import Batch
 from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.sampling import MAX_TOP_LOGPROBS, History, RowOptions, draw
 from codec_jax.planning import Plan
 
@@ -77,6 +78,8 @@ def run_step(
     drawing: Drawing,
     chunks: Chunks | None,
     count: Int[Array, ""],
+    *,
+    parallel: Parallel = ALONE,
 ) -> tuple[tuple[KVPages, ...], Carried, Outcome]:
     """Draw up to `count` tokens for each request, one if there are chunks."""
     begins = drawing.first >= 0
@@ -94,8 +97,8 @@ def run_step(
         batches = [Batch(token[:, None], forest, drawing.plan, active[:, None])]
         if chunks is not None:
             batches.append(Batch(chunks.tokens, chunks.forest, chunks.plan, chunks.store))
-        hidden, cache = model.decode_together(batches, cache, implementation=implementation)
-        new = draw(model.logits(hidden[0][:, 0]), drawing.options, history, forest.request_length)
+        hidden, cache = model.decode_together(batches, cache, implementation=implementation, parallel=parallel)
+        new = draw(model.logits(hidden[0][:, 0], parallel), drawing.options, history, forest.request_length)
         history = history.add(new.token, active)
         stops = active & (new.token[:, None] == drawing.options.stop_tokens).any(axis=-1)
         outcome = Outcome(
@@ -104,7 +107,7 @@ def run_step(
             top_tokens=outcome.top_tokens.at[:, i].set(new.top_tokens),
             top_logprobs=outcome.top_logprobs.at[:, i].set(new.top_logprobs),
             broken=outcome.broken | (active & ~new.finite),
-            scores=None if chunks is None else _score(model, hidden[1], chunks.following),
+            scores=None if chunks is None else _score(model, parallel, hidden[1], chunks.following),
         )
         token = jnp.where(active, new.token, token)
         left = jnp.where(stops, 0, jnp.maximum(left - 1, 0))
@@ -128,11 +131,13 @@ def run_step(
     return cache, Carried(token, stopped, grown, history), outcome
 
 
-def _score(model: Decoder, hidden: Float[Array, "C T D"], following: Int[Array, "C T"]) -> Float[Array, "C T"]:
+def _score(
+    model: Decoder, parallel: Parallel, hidden: Float[Array, "C T D"], following: Int[Array, "C T"]
+) -> Float[Array, "C T"]:
     """Return the log-probability of the token after each one, where it is asked for."""
 
     def score(row: tuple[Array, Array]) -> Array:
-        logits = model.logits(row[0])  # of one chunk at a time: those of all would take gigabytes
+        logits = model.logits(row[0], parallel)  # of one chunk at a time: those of all would take gigabytes
         chosen = jnp.take_along_axis(logits, jnp.maximum(row[1], 0)[:, None], axis=-1)[:, 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 

@@ -9,7 +9,9 @@ from jaxtyping import Int
 
 from codec_jax.errors import OutOfPagesError
 from codec_jax.forest import Forest, PagePool
+from codec_jax.forest.homes import Homes
 from codec_jax.nnx.decoder import DecoderConfig
+from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
 from pallas_kernels import Heads
 
@@ -34,13 +36,17 @@ class Intervals:
     Plans have the sizes that suit a full pool, so that they never change.
     """
 
-    def __init__(self, config: DecoderConfig, steps: int, num_pages: int, page_size: int) -> None:
-        """Choose the sizes."""
-        self._steps, self._num_pages, self._page_size = steps, num_pages, page_size
-        self._heads = Heads(config.num_q_heads, config.num_kv_heads, config.head_dim, config.head_dim)
+    def __init__(
+        self, config: DecoderConfig, steps: int, num_pages: int, page_size: int, parallel: Parallel = ALONE
+    ) -> None:
+        """Choose the sizes: for the heads and the pages of one device."""
+        self._steps, self._page_size = steps, page_size
+        self._homes = Homes(parallel.context, num_pages // parallel.context)
+        heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+        self._heads = Heads(*heads, config.head_dim, config.head_dim)
         tiling = default_tiling(self._heads)
         self._tile_rows = tiling.tile_rows
-        self._block_tokens = tiling.block_for(config.num_kv_heads, num_pages * page_size, 0)
+        self._block_tokens = tiling.block_for(self._heads.num_kv_heads, self._homes.pages * page_size, 0)
 
     def prepare(
         self, forest: Forest, pool: PagePool, remaining: Int[np.ndarray, " B"], block_capacity: int
@@ -71,6 +77,7 @@ class Intervals:
             query_tokens=query_tokens,
             block_tokens=self._block_tokens,
             block_capacity=block_capacity,
+            homes=self._homes,
         )
 
     def block_capacity(self, max_requests: int, max_context: int) -> int:
@@ -78,7 +85,7 @@ class Intervals:
         page_tokens, pages_per_block = pages_of_block(self._page_size, self._block_tokens)
         tiles = -(-max_requests * self._heads.group // self._tile_rows)
         paths = max_requests * (-(-max_context // self._page_size) + EXPECTED_DEPTH)
-        parts = min(tiles * self._num_pages, paths) * (self._page_size // page_tokens)
+        parts = min(tiles * self._homes.pages, paths) * (self._page_size // page_tokens)
         return -(-parts // pages_per_block) + 2 * tiles
 
     def blocks_of_chunks(self, ends: Int[np.ndarray, " chunks"], chunk: int) -> int:

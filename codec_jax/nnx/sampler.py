@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
@@ -31,18 +31,20 @@ from codec_jax.arrays import Integers, bucket, padded
 from codec_jax.attention.backends import check_name
 from codec_jax.errors import LogitsError, OutOfPagesError
 from codec_jax.forest import Forest, KVPages, PagePool
+from codec_jax.forest.edits import spread
 from codec_jax.forest.radix_tree import shared_tokens
 from codec_jax.nnx import validate
 from codec_jax.nnx.completions import complete
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Interval, Intervals
+from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.prefill import Wave, append_waves, prefill_waves
 from codec_jax.nnx.sampling import NO_TOKEN, RowOptions
+from codec_jax.nnx.shards import PlacedDecoder, everywhere, new_pages, program
 from codec_jax.nnx.state import Completion, Decoding, Generated
 from codec_jax.nnx.steps import decode_loop, prefill_step
-from codec_jax.nnx.weights import split, weights_like
 from codec_jax.planning import Plan
 from codec_jax.traffic import Traffic, count_decode, count_pass
 
@@ -75,8 +77,9 @@ class Sampler:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | PlacedDecoder,
         *,
+        mesh: Mesh | None = None,
         max_requests: int,
         num_pages: int,
         page_size: int = 16,
@@ -88,13 +91,16 @@ class Sampler:
 
         Args:
           model: the decoder.
+          mesh: devices along axes "context" and "tensor" that decode together, as in `Engine`.
           max_requests: request slots (B): prompts and forks that are alive together.
-          num_pages: KV pages of each layer.
+          num_pages: KV pages of each layer, on all devices together.
           page_size: tokens in a page.
           max_context: tokens that one request may reach, prompt included; defaults to what the pool holds. Bounds
             the plan's arrays.
           steps: tokens between two looks of the host at the device, and between two plans.
           implementation: of `forest_attention`.
+
+        Raises ValueError for numbers that do not fit together, or a mesh that does not divide the model.
         """
         self.max_requests = checks.integer("max_requests", max_requests)
         self.num_pages = checks.integer("num_pages", num_pages)
@@ -102,9 +108,11 @@ class Sampler:
         self.steps = checks.integer("steps", steps)
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         check_name(implementation)
-        self._graph, self._weights = split(model)
-        self.config = config = model.config
-        self._intervals = Intervals(config, steps, num_pages, page_size)
+        self._model = placed = PlacedDecoder.of(model, mesh)
+        self.config = placed.config
+        parallel = Parallel.of(placed.mesh)
+        self._empty = PagePool.create(num_pages, devices=parallel.context)
+        self._intervals = Intervals(placed.config, steps, num_pages, page_size, parallel)
         self._new_engine = partial(
             Engine,
             max_requests=max_requests,
@@ -115,16 +123,18 @@ class Sampler:
             implementation=implementation,
         )
         self._engine: Engine | None = None  # until the first call of `generate`
-        graph = self._graph
-        self._decode = jax.jit(
-            lambda weights, *rest: decode_loop(nnx.merge(graph, weights), steps, implementation, *rest),
-            donate_argnums=(1,),
-        )
-        self._prefill = jax.jit(
-            lambda weights, *rest: prefill_step(nnx.merge(graph, weights), implementation, *rest), donate_argnums=(1,)
+
+        def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
+            return decode_loop(model, steps, implementation, *rest, parallel=parallel)
+
+        def prefill(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
+            return prefill_step(model, implementation, *rest, parallel=parallel)
+
+        self._decode, self._prefill = (
+            program(placed.graph, placed.config, placed.mesh, function, donate=(1,)) for function in (decode, prefill)
         )
 
-    def update_weights(self, model: Decoder) -> None:
+    def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take the weights that a model has now, for all calls from here on.
 
         K and V of states that were begun before stay as the old weights computed them.
@@ -134,7 +144,7 @@ class Sampler:
 
         Raises ValueError for another config, or weights of other shapes or dtypes.
         """
-        self._weights = weights_like(model, self.config, self._weights)
+        self._model = self._model.updated(model)
         if self._engine is not None:
             self._engine.update_weights(model)
 
@@ -162,6 +172,7 @@ class Sampler:
                 f"{self.num_pages}; give the sampler more pages or fewer prompts"
             )
         node_capacity = max(EXPECTED_DEPTH * self.max_requests, len(tree.parent))
+        tree, pool = spread(tree, self._empty)
         forest = Forest.build(tree, self.max_requests, node_capacity, self.num_pages)
         cache, logits = self._prefill_forest(forest, given, progress)
         stream = np.zeros(self.max_requests, np.int32)
@@ -169,7 +180,7 @@ class Sampler:
         return Decoding(
             sampler=self,
             forest=forest,
-            pool=PagePool.create(self.num_pages, forest.used_pages),
+            pool=pool,
             cache=cache,
             logits=logits,
             stream=stream,
@@ -225,7 +236,7 @@ class Sampler:
                     error.state, error.generated = state, generated
                     raise
             cache, logits, *results = self._decode(
-                self._weights, state.cache, state.logits, interval.growers, interval.plan, remaining,
+                self._model.weights, state.cache, state.logits, interval.growers, interval.plan, remaining,
                 options._replace(stream=state.stream),
             )  # fmt: skip
             # The call returns before the device is done. Meanwhile, what comes next if nobody stops is planned.
@@ -377,7 +388,7 @@ class Sampler:
             seed=seed,
         )
         if self._engine is None:
-            self._engine = self._new_engine(nnx.merge(self._graph, self._weights))
+            self._engine = self._new_engine(self._model)
         try:
             return complete(
                 self._engine,
@@ -405,9 +416,8 @@ class Sampler:
         self, forest: Forest, prompts: Sequence[Int[np.ndarray, " tokens"]], progress: bool
     ) -> tuple[tuple[KVPages, ...], Float[Array, "B V"]]:
         """Compute K and V of every node once, in waves of chunks, and the logits after each prompt."""
-        config = self.config
-        cache = config.new_cache(self.num_pages, self.page_size)
-        logits = jnp.zeros((self.max_requests, config.vocab_size), jnp.float32)
+        cache = new_pages(self.config, self._model.mesh, self.num_pages, self.page_size)
+        logits = everywhere(self._model.mesh, jnp.zeros((self.max_requests, self.config.vocab_size), jnp.float32))
         waves = prefill_waves(forest, prompts, self.num_pages, self._intervals.blocks_of_chunks)
         tokens = int(forest.length.sum(dtype=np.int64))
         with tqdm(total=tokens, desc="prefill", unit="token", leave=None, disable=not progress) as bar:
@@ -422,6 +432,6 @@ class Sampler:
         """Plan and run a wave."""
         plan = self._intervals.plan(wave.chunks, wave.tokens.shape[1], wave.block_capacity)
         cache, logits = self._prefill(
-            self._weights, cache, logits, wave.chunks, plan, wave.tokens, wave.store, wave.chunk_of_request
+            self._model.weights, cache, logits, wave.chunks, plan, wave.tokens, wave.store, wave.chunk_of_request
         )
         return plan, cache, logits

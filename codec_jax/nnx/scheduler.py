@@ -137,7 +137,8 @@ class Scheduler:
         requests = dict.fromkeys([*(running.request for running in self.running), *self.queue])
         self.queue = deque(request for request in requests if not request.finished)
         self.running = []
-        self.cache = PrefixCache.create(self.cache.pool.num_pages, self.cache.tree.page_size, len(self.cache.tree.leaf))
+        pool, tree = self.cache.pool, self.cache.tree
+        self.cache = PrefixCache.create(pool.num_pages, tree.page_size, len(tree.leaf), devices=pool.devices)
 
     # ------------------------------------------------------------------ inside or not
 
@@ -210,7 +211,7 @@ class Scheduler:
     def _draw(self) -> dict[Running, int]:
         """Make room for those whose context is there, and say how many tokens they may draw."""
         ready = [running for running in self.running if self._is_computed(running)]
-        alone = len(ready) == len(self.running) and all(x.request.params.matcher is None for x in ready)
+        alone = not any(self._needs_chunks(x) or x.request.params.matcher is not None for x in self.running)
         count = self._steps if alone else 1
         while drawing := {running: min(count, running.left) for running in ready if running.left}:
             tokens = np.zeros(len(self.cache.tree.leaf), np.int64)

@@ -1,6 +1,6 @@
 """Search for likely completions: the best of several samples, and beam search.
 
-Both are requests of an engine, so what they share is computed once:
+Both are requests of an engine or of replicas, so what they share is computed once:
 
     best_of      samples of one prompt, sorted
     beam_search  a request for each beam and token: the engine finds all but its last token in the cache, feeds that
@@ -17,8 +17,8 @@ from jaxtyping import Int
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import MAX_TOP_LOGPROBS, SamplingParams
+from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request
 
 
@@ -30,7 +30,7 @@ class Beam(NamedTuple):
 
 
 def best_of(
-    engine: Engine,
+    engine: Serving,
     prompt: str | Integers,
     samples: int,
     params: SamplingParams,
@@ -40,7 +40,7 @@ def best_of(
     """Complete a prompt several times, and return the requests, best first.
 
     Args:
-      engine: works on its other requests as well.
+      engine: or replicas; works on its other requests as well.
       prompt: token ids, or text if the engine has a tokenizer.
       samples: how many.
       params: how they are decoded; they draw from streams of their own.
@@ -66,7 +66,7 @@ def _mean_logprob(request: Request) -> float:
 
 
 def beam_search(
-    engine: Engine,
+    engine: Serving,
     prompt: str | Integers,
     *,
     beams: int,
@@ -79,7 +79,7 @@ def beam_search(
     """Return likely completions of a prompt, best first: those of `generate(num_beams=...)` of transformers 5.
 
     Args:
-      engine: works on its other requests as well. A token takes one step if all beams can enter at once.
+      engine: or replicas; works on its other requests as well. A token takes one step if all beams can enter at once.
       prompt: token ids, or text if the engine has a tokenizer.
       beams: completions that are followed at a time; with 1, the most likely token is taken each time.
       max_tokens: tokens of a completion, at most.
@@ -139,7 +139,7 @@ def beam_search(
     return ended[:results]
 
 
-def _extended(engine: Engine, prompt: Int[np.ndarray, " tokens"], beams: list[Beam], likely: int) -> list[Beam]:
+def _extended(engine: Serving, prompt: Int[np.ndarray, " tokens"], beams: list[Beam], likely: int) -> list[Beam]:
     """Return the beams with each of so many tokens that are likely to follow, most likely first."""
     contexts = [np.concatenate([prompt, np.asarray(beam.tokens, np.int64)]) for beam in beams]
     requests = engine.generate(contexts, SamplingParams(max_tokens=1, temperature=0.0, top_logprobs=likely))

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.forest import Forest, KVPages
 from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.sampling import RowOptions, draw
 from codec_jax.planning import Plan
 
@@ -23,10 +24,14 @@ def prefill_step(
     tokens: Int[Array, "chunks T"],
     store: Bool[Array, "chunks T"],
     source: Int[Array, " B"],
+    *,
+    parallel: Parallel = ALONE,
 ) -> tuple[tuple[KVPages, ...], Float[Array, "B V"]]:
     """Run chunks of given tokens; requests whose tokens end with chunk `source` (>= 0) get their logits."""
-    hidden, cache = model.decode(tokens, cache, chunks, plan, store=store, implementation=implementation)
-    return cache, jnp.where(source[:, None] >= 0, model.logits(hidden[source, -1]), logits)
+    hidden, cache = model.decode(
+        tokens, cache, chunks, plan, store=store, implementation=implementation, parallel=parallel
+    )
+    return cache, jnp.where(source[:, None] >= 0, model.logits(hidden[source, -1], parallel), logits)
 
 
 def decode_loop(
@@ -39,6 +44,8 @@ def decode_loop(
     plan: Plan,
     remaining: Int[Array, " B"],
     options: RowOptions,
+    *,
+    parallel: Parallel = ALONE,
 ) -> tuple:
     """Generate up to `steps` tokens for each request with tokens remaining, all on the device."""
 
@@ -49,8 +56,9 @@ def decode_loop(
         broken |= active & ~finite
         forest = forest.extend(active.astype(jnp.int32))
         decoded, cache = model.decode(
-            token[:, None], cache, forest, plan, store=active[:, None], implementation=implementation
-        )
+            token[:, None], cache, forest, plan, store=active[:, None], implementation=implementation,
+            parallel=parallel,
+        )  # fmt: skip
         # A request that has stopped keeps the hidden state, which gives the same logits again: to keep those instead
         # would be a pass over the vocabulary.
         hidden = jnp.where(active[:, None], decoded[:, 0], hidden)
@@ -58,7 +66,7 @@ def decode_loop(
         logprobs = logprobs.at[:, i].set(logprob)
         stopped = (token[:, None] == options.stop_tokens).any(axis=-1)
         remaining = jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0))
-        return i + 1, forest, cache, hidden, model.logits(hidden), remaining, tokens, logprobs, broken
+        return i + 1, forest, cache, hidden, model.logits(hidden, parallel), remaining, tokens, logprobs, broken
 
     batch, config = remaining.shape[0], model.config
     carry = (

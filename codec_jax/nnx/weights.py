@@ -22,30 +22,21 @@ def split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
     return graph, jax.tree.map(lambda x: x, weights)
 
 
-def weights_like(model: Decoder, config: DecoderConfig, before: Any) -> Any:
-    """Return a model's weights, or raise ValueError unless they have the config, shapes and dtypes of those before."""
-    _, weights = split(model)
-    old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), state) for state in (before, weights))
-    if model.config != config or old != new:
-        raise ValueError("model: expected weights of the config, shapes and dtypes as before, got others")
-    return weights
-
-
 def parameter_shapes(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of every parameter by its dotted path, such as blocks.0.attention.out.kernel."""
     # All blocks are alike, and tracing a published model's takes seconds.
     state = nnx.state(_abstract(replace(config, num_layers=1)))
     return {
-        _dotted((*path[:1], i, *path[2:]) if path[0] == "blocks" else path): parameter.get_value()
+        dotted((*path[:1], i, *path[2:]) if path[0] == "blocks" else path): parameter.get_value()
         for path, parameter in nnx.to_flat_state(state)
         for i in range(config.num_layers if path[0] == "blocks" else 1)
     }
 
 
-def filled_decoder(
+def filled(
     config: DecoderConfig, weight: Callable[[str, jax.ShapeDtypeStruct], Array], *, progress: bool = False
-) -> Decoder:
-    """Make a decoder of what `weight` returns for each dotted path and shape, one after another.
+) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
+    """Return a decoder's structure, and what `weight` returns for each dotted path and shape, one after another.
 
     `progress` shows a bar.
     """
@@ -53,13 +44,14 @@ def filled_decoder(
     parameters = nnx.to_flat_state(state)
     for path, parameter in tqdm(parameters, desc="weights", unit="tensor", disable=not progress):
         # Waiting bounds what is in flight, on the host and on the device, to one parameter.
-        parameter.set_value(jax.block_until_ready(weight(_dotted(path), parameter.get_value())))
-    return nnx.merge(graph, nnx.from_flat_state(parameters))
+        parameter.set_value(jax.block_until_ready(weight(dotted(path), parameter.get_value())))
+    return graph, nnx.from_flat_state(parameters)
+
+
+def dotted(path: tuple) -> str:
+    """Return a parameter's path as text, such as blocks.0.attention.out.kernel."""
+    return ".".join(map(str, path))
 
 
 def _abstract(config: DecoderConfig) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
-
-
-def _dotted(path: tuple) -> str:
-    return ".".join(map(str, path))

@@ -185,7 +185,7 @@ def test_nothing_is_taken_outside_of_the_context(engine: Engine) -> None:
                 serving.check()
 
     asyncio.run(main())
-    with pytest.raises(TypeError, match="engine: expected a Engine, got NoneType"):
+    with pytest.raises(TypeError, match="engine: expected an Engine or Replicas, got NoneType"):
         AsyncEngine(None)
 
 

@@ -152,6 +152,18 @@ def test_log_probabilities_of_prompts_and_completions(engine: Engine, dense: Den
             np.testing.assert_allclose(got, dense.logprobs(prompt, completion), atol=2e-4)
 
 
+def test_scores_of_what_is_cached_leave_others_all_their_tokens(engine: Engine, dense: Dense) -> None:
+    """A step with chunks draws one token of each request, also where every context is computed."""
+    engine.score([DOCUMENT], [QUESTIONS[0]])
+    request = engine.submit(PROMPTS[1], greedy(20))
+    while len(request.tokens) < 2:
+        engine.step()
+    engine.score([DOCUMENT], [QUESTIONS[0]])
+    run(engine)
+    assert len(request.tokens) == 20
+    assert_alone(request, dense)
+
+
 def test_top_logprobs_are_those_of_the_model(engine: Engine, dense: Dense) -> None:
     request = engine.submit(PROMPTS[1], SamplingParams(max_tokens=6, top_logprobs=5, temperature=2.0))
     run(engine)

@@ -269,6 +269,34 @@ def test_a_document_is_computed_once_however_few_are_decoded_at_a_time(
     assert different <= computed <= given - 8 * 32
 
 
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+def test_replicas_write_the_same_rows(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    sizes = {"data_parallel": 2, "tensor_parallel": 2}
+    generate.main(finished.arguments(tmp_path / "out.jsonl", max_requests=2, **sizes))
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert rows.keys() == finished.rows.keys()
+    for key, row in rows.items():
+        assert row["tokens"] == finished.rows[key]["tokens"]
+        np.testing.assert_allclose(row["logprobs"], finished.rows[key]["logprobs"], atol=1e-4)
+    [computed] = re.findall(r"(\d+) of them computed", capsys.readouterr().err)
+    assert int(computed) < SAMPLES * sum(map(len, PROMPTS)) - 4 * 32
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"data_parallel": 1000}, "--data-parallel: expected 1000 replicas on 1 x 1 devices each to fit"),
+        ({"tensor_parallel": 3}, "mesh: expected an axis 'tensor' that divides the 2 kv heads"),
+    ],
+    ids=str,
+)
+def test_devices_that_there_are_not_are_refused(
+    finished: Finished, tmp_path: Path, sizes: dict[str, int], expected: str
+) -> None:
+    assert expected in refused(finished.arguments(tmp_path / "out.jsonl", **sizes))
+
+
 # --- Interruptions ----------------------------------------------------------------------------------------------
 
 

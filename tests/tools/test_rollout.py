@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec_jax import LogitsError, rollout
-from codec_jax.nnx import Decoder, DecoderConfig
+from codec_jax.nnx import Decoder, DecoderConfig, Replicas
 from codec_jax.rollout import EngineRollout, Policy, left_padded, seed_number
 
 tunix_only = pytest.mark.skipif(importlib.util.find_spec("tunix") is None, reason="google-tunix is not installed")
@@ -345,13 +345,13 @@ def test_prompts_and_models_that_do_not_fit_are_refused(shared):
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_a_mesh_says_where_rollouts_run():
     two = np.asarray(jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"mesh: expected one device, .* got 2"):
-        new_rollout(random_policy(0), mesh=jax.sharding.Mesh(two, "fsdp"))
-    rollout = new_rollout(random_policy(0), mesh=jax.sharding.Mesh(two[1:], "fsdp"))
-    rollout.update_params(nnx.state(random_policy(1)))
-    assert all(leaf.devices() == {two[1]} for leaf in jax.tree.leaves(nnx.state(rollout.model())))
-    [tokens] = rollout.generate(PROMPTS[:1], rollout_config(temperature=0.0)).tokens
-    assert tokens.tolist() == greedy(random_policy(1), encoded(PROMPTS[0]))
+    for devices in (two[1:], two):
+        rollout = new_rollout(random_policy(0), mesh=jax.sharding.Mesh(devices, "fsdp"))
+        rollout.update_params(nnx.state(random_policy(1)))
+        assert all(leaf.devices() == set(devices) for leaf in jax.tree.leaves(nnx.state(rollout.model())))
+        found = rollout.generate(PROMPTS, rollout_config(temperature=0.0)).tokens
+        assert [tokens.tolist() for tokens in found] == [greedy(random_policy(1), encoded(text)) for text in PROMPTS]
+    assert isinstance(rollout.engine, Replicas)
 
 
 @tunix_only

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import openai
@@ -87,16 +88,19 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(model_dir: Path, cache: Path) -> Iterator[Running]:
+def running(model_dir: Path, cache: Path, replicas: int = 1) -> Iterator[Running]:
     """The command, until it is ended; what it compiles is kept for the next one."""
     options = {"--model": model_dir, "--port": 0, "--dtype": "float32", "--max-requests": REQUESTS}
-    options |= {"--kv-cache-gib": 0.002, "--prefill-tokens": 128}
+    options |= {"--kv-cache-gib": 0.002, "--prefill-tokens": 128, "--data-parallel": replicas}
     command = [sys.executable, "-m", "codec_jax.serve", *(str(part) for pair in options.items() for part in pair)]
     kept = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     log = model_dir.parent / f"{time.monotonic_ns()}.log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stderr=file, stdout=file, env={**os.environ, **kept, "CODEC_JAX_API_KEY": KEY}
+            command,
+            stderr=file,
+            stdout=file,
+            env={**os.environ, **kept, "CODEC_JAX_API_KEY": KEY, "JAX_NUM_CPU_DEVICES": str(replicas)},
         )
     try:
         while not (port := re.search(r"running on http://127\.0\.0\.1:(\d+)", log.read_text())):
@@ -308,6 +312,15 @@ def test_200_streams_at_a_time_have_what_they_have_alone(server: Running, alone:
     assert grown["time_to_first_token_seconds_count"] == 200
     assert grown["time_between_tokens_seconds_count"] <= sum(map(len, alone)) - 200
     assert after["running"] == after["waiting"] == 0
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu" and len(jax.devices()) < 2, reason="needs two devices")
+def test_replicas_answer_as_one_does(model_dir: Path, cache: Path, alone: list[list[int]]) -> None:
+    with running(model_dir, cache, replicas=2) as server:
+        asyncio.run(complete_all(server, alone))
+        found = server.metrics()
+    assert found["prompt_tokens_total"] == sum(len(prompt) - 1 for prompt in PROMPTS)
+    assert found["running"] == found["waiting"] == 0
 
 
 # --- Refusals ----------------------------------------------------------------------------------------------------
@@ -533,6 +546,8 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
         (["--api-key", ""], "--api-key: expected a key, got an empty one"),
         (["--max-requests", "0"], "max_requests: expected an integer of at least 1"),
         (["--kv-cache-gib", "-1"], "expected"),
+        (["--data-parallel", "0"], "--data-parallel: expected an integer of at least 1"),
+        (["--data-parallel", "1000"], "--data-parallel: expected 1000 replicas on 1 x 1 devices each to fit"),
     ],
 )
 def test_options_that_are_wrong_are_refused(model_dir: Path, options: list[str], expected: str) -> None:

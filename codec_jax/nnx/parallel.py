@@ -1,0 +1,106 @@
+"""How a decoder is divided among the devices of a mesh, and all that they tell each other while it decodes.
+
+Device (c, t) of the axes "context" and "tensor" has the number b = t C + c among S = T C. Every product with weights is
+divided among all S. Attention is divided among T groups by heads, and among the C devices of a group by pages.
+
+    x ─► columns b ─► gather ─► K, V to the pages ─► attend ─► merge ─► rows b ─► reduce ─► + x
+                      all that  that live here       to those  heads b
+                      group t                        pages
+                      has
+
+Everything here runs inside of `jax.shard_map`, under its checks. What is the same on all devices stays so: `reduce`,
+`embed` and `join` end with it. On one device every method returns what it is given, and the program has nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from codec_jax.attention.exchange import merge_heads
+from codec_jax.forest import KVPages
+from codec_jax.mesh import CONTEXT, TENSOR, axis_size, check_mesh
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Devices along each axis of a mesh; an axis of one device is as good as none."""
+
+    tensor: int = 1  # T
+    context: int = 1  # C
+
+    @classmethod
+    def of(cls, mesh: Mesh | None) -> Parallel:
+        """Return the sizes of a mesh. Raises ValueError for other axes, TypeError for what is no mesh."""
+        check_mesh(mesh, CONTEXT, TENSOR)
+        return cls(axis_size(mesh, TENSOR), axis_size(mesh, CONTEXT))
+
+    @property
+    def devices(self) -> int:
+        """Return how many devices there are (S)."""
+        return self.tensor * self.context
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axes of several devices, in the order that numbers these."""
+        return (TENSOR,) * (self.tensor > 1) + (CONTEXT,) * (self.context > 1)
+
+    def heads(self, num_q_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """Return the q heads and the kv heads that a device attends with; several may have the same kv head."""
+        return num_q_heads // self.tensor, max(num_kv_heads // self.tensor, 1)
+
+    def gather(self, columns: Float[Array, "B T columns"], sizes: Sequence[int]) -> Float[Array, "B T all"]:
+        """Join what the devices of a group computed of each part of a product; the parts then have these sizes."""
+        if self.context == 1:
+            return columns
+        blocks = lax.all_gather(columns, CONTEXT, axis=2, to="invarying")
+        ends = np.cumsum(sizes)[:-1] // self.context
+        parts = jnp.split(blocks, ends.tolist(), axis=-1)
+        return jnp.concatenate([part.reshape(*columns.shape[:2], -1) for part in parts], axis=-1)
+
+    def reduce(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Add up the parts that all devices have of a sum."""
+        return lax.psum(x, self.axes) if self.axes else x
+
+    def embed(
+        self, lookup: Callable[[Array], Array], tokens: Int[Array, "B T"], vocab_size: int
+    ) -> Float[Array, "B T D"]:
+        """Look tokens up where their rows of the embedding are."""
+        if not self.axes:
+            return lookup(tokens)
+        rows = vocab_size // self.devices
+        token = tokens - lax.axis_index(self.axes) * rows
+        is_here = (token >= 0) & (token < rows)
+        return self.reduce(jnp.where(is_here[..., None], lookup(jnp.where(is_here, token, 0)), 0))
+
+    def join(self, logits: Float[Array, "*batch columns"]) -> Float[Array, "*batch V"]:
+        """Return the logits of the whole vocabulary."""
+        if not self.axes:
+            return logits
+        return lax.all_gather(logits, self.axes, axis=logits.ndim - 1, tiled=True, to="invarying")
+
+    def local_slots(self, slots: Int[Array, "B T"], pages: KVPages) -> Int[Array, "B T"]:
+        """Number token slots from the first page that lives here; those of other devices are out of bounds."""
+        if self.context == 1:
+            return slots
+        # Negative ones are dropped like those past the end, and so is NO_SLOT, which no pool is large enough to reach.
+        return slots - lax.axis_index(CONTEXT) * math.prod(pages.key.shape[:2])
+
+    def merge(
+        self, out: Float[Array, "B T N H"], row_max: Float[Array, "B T N"], row_sum: Float[Array, "B T N"]
+    ) -> Float[Array, "B T n H"]:
+        """Merge attention over the pages of each device of a group; each gets its part of the group's heads."""
+        if self.context == 1:
+            return out
+        return merge_heads(out, row_max, row_sum, CONTEXT)[0]
+
+
+#: One device, which has everything.
+ALONE = Parallel()
