@@ -1,4 +1,4 @@
 """Commands that measure, and the pages on what they measured: `python -m benchmarks` lists them."""
 
 _MEASURING = ("attention", "figure", "crossover", "decoding", "traffic", "ablation", "invariance", "tune", "ceilings")
-COMMANDS = (*_MEASURING, "serving", "churn", "planning", "plot", "report")
+COMMANDS = (*_MEASURING, "serving", "scaling", "churn", "planning", "plot", "report")

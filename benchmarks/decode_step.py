@@ -4,7 +4,8 @@
     unshared   the same pages and kernels, but every request reads its own path, as FlashDecoding does
     cudnn      a contiguous copy of each request's K and V, attended by cuDNN
 
-Weights and pages are random: time does not depend on them, and prefill is not what is measured.
+Weights and pages are random: time does not depend on them, and prefill is not what is measured. The shared one may be
+divided among the devices of a mesh, as the sampler's is.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from benchmarks.inputs import Layout, padded_slots
 from benchmarks.turns import compiled
-from codec_jax import Forest, KVPages, PagePool, Plan, make_plan
+from codec_jax import Forest, KVPages, Plan, make_plan
 from codec_jax.forest import ROOT, Tree
+from codec_jax.forest.homes import Homes
+from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx import Decoder, DecoderConfig
+from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.sampling import RowOptions
+from codec_jax.nnx.shards import PlacedDecoder, everywhere, program
 from codec_jax.nnx.steps import decode_loop
 
 #: Tokens of a call: what `Sampler` generates by default between two plans.
@@ -57,8 +63,11 @@ class SharedDocument(NamedTuple):
         """Say what is shared by whom."""
         return f"{self.requests} over {self.document}"
 
-    def forest(self) -> tuple[Forest, int]:
-        """Return the forest with room for the tokens of a call, and the pages that a pool needs for it."""
+    def forest(self, devices: int = 1) -> tuple[Forest, int]:
+        """Return the forest with room for the tokens of a call, and the pages that a pool needs for it.
+
+        Pages are spread over so many devices.
+        """
         forest = Forest.from_nodes(
             [-1] + [0] * self.requests,
             [self.document] + [self.own] * self.requests,
@@ -67,7 +76,9 @@ class SharedDocument(NamedTuple):
             node_capacity=8 * self.requests,  # as in `Sampler`
         )
         num_pages = len(forest.used_pages) + self.requests * -(-STEPS // PAGE_SIZE)
-        return forest.reserve(PagePool.create(num_pages, forest.used_pages), STEPS)[0], num_pages
+        num_pages = -(-num_pages // devices) * devices
+        forest, pool = forest.spread(num_pages, devices)
+        return forest.reserve(pool, STEPS)[0], num_pages
 
     def contiguous(self) -> Forest:
         """Return a forest of which every request owns a run of consecutive pages with its whole context."""
@@ -85,23 +96,31 @@ class Step:
         self,
         model: Decoder,
         forest: Forest,
-        plan: Plan | None,
+        plan: Plan,
         cache: tuple[KVPages, ...],
         attention: Callable[..., Array] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """Compile; `attention` takes the place of `forest_attention` in every layer. `cache` is used up."""
-        graph, weights = nnx.split(model)
+        placed = PlacedDecoder.of(model, mesh)
         batch, vocab = forest.request_capacity, model.config.vocab_size
         logits = jax.random.normal(jax.random.key(1), (batch, vocab))
-        self._inputs = jax.device_put((weights, logits, forest, plan))
+        # Each call sends the parts of a plan to their devices, as the sampler's do.
+        plan = plan if plan.is_spread else everywhere(mesh, plan)
+        self._inputs = (placed.weights, *everywhere(mesh, (logits, forest)), plan)
         self._batch, self._vocab, self._cache = batch, vocab, cache
-        loop = jax.jit(
-            lambda weights, *rest: decode_loop(nnx.merge(graph, weights), STEPS, None, *rest), donate_argnums=(1,)
-        )
+
+        def decode(model: Decoder, *rest: object, parallel: Parallel) -> tuple:
+            return decode_loop(model, STEPS, None, *rest, parallel=parallel)
+
+        self._loop = program(placed.graph, placed.config, mesh, decode, donate=(1,))
         start = time.perf_counter()
         other = patch("codec_jax.nnx.batch.forest_attention", attention) if attention else nullcontext()
         with other:
-            self._loop = compiled(loop, *self._arguments(), tuned=True)
+            if mesh is None:
+                self._loop = compiled(self._loop, *self._arguments(), tuned=True)
+            else:
+                jax.block_until_ready(self(1))
         self.compile_seconds = time.perf_counter() - start
 
     def __call__(self, tokens: int = STEPS, temperature: float = 0.0, top_p: float = 1.0) -> Float[Array, "B V"]:
@@ -122,12 +141,23 @@ def _options(batch: int, vocab: int, temperature: float, top_p: float) -> RowOpt
     return jax.device_put(RowOptions.of(rows, vocab))
 
 
-def paged(model: Decoder, case: SharedDocument, share: bool) -> Step:
+def paged(model: Decoder, case: SharedDocument, share: bool, mesh: Mesh | None = None) -> Step:
     """Decode over the forest, or over the same pages with each request by itself."""
-    forest, num_pages = case.forest()
+    forest, num_pages = case.forest(Parallel.of(mesh).context)
     forest = forest if share else forest.unshared()
-    plan = make_plan(forest, **layout_of(model.config).heads, steps=STEPS)
-    return Step(model, forest, plan, random_cache(model.config, num_pages))
+    plan = plan_of(model.config, forest, num_pages, Parallel.of(mesh))
+    if mesh is None:
+        cache = random_cache(model.config, num_pages)
+    else:
+        layers = range(model.config.num_layers)
+        cache = tuple(random_pages_on(model.config, case, layer, mesh) for layer in layers)
+    return Step(model, forest, plan, cache, mesh=mesh)
+
+
+def plan_of(config: DecoderConfig, forest: Forest, num_pages: int, parallel: Parallel = ALONE) -> Plan:
+    """Plan a call for the heads and the pages of each device."""
+    homes = Homes(parallel.context, num_pages // parallel.context)
+    return make_plan(forest, **layout_of(config, parallel).heads, steps=STEPS, homes=homes)
 
 
 def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudnn") -> Step:
@@ -152,14 +182,16 @@ def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudn
     )
 
     def attention(
-        query: Array, key_pages: Array, value_pages: Array, forest: Forest, plan: None, **ignored: object
-    ) -> Array:
+        query: Array, key_pages: Array, value_pages: Array, forest: Forest, *unused: object, **ignored: object
+    ) -> tuple[Array, tuple[Array, Array]]:
         key, value = (x.reshape(len(query), -1, *x.shape[2:]) for x in (key_pages, value_pages))
-        return jax.nn.dot_product_attention(
+        out = jax.nn.dot_product_attention(
             query, key, value, key_value_seq_lengths=forest.request_length, implementation=implementation
         )
+        no_residuals = jnp.zeros(out.shape[:-1])  # one device has nothing to merge
+        return out, (no_residuals, no_residuals)
 
-    return Step(model, own, None, cache, attention)
+    return Step(model, own, plan_of(config, own, len(own.used_pages)), cache, attention)
 
 
 #: Shared first: the others' logits are compared with its.
@@ -170,9 +202,9 @@ VARIANTS: dict[str, Callable[[Decoder, SharedDocument], Step]] = {
 }
 
 
-def layout_of(config: DecoderConfig) -> Layout:
-    """Return the heads and pages of a model."""
-    return Layout(config.num_q_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE)
+def layout_of(config: DecoderConfig, parallel: Parallel = ALONE) -> Layout:
+    """Return the heads that a device has of a model, and the pages."""
+    return Layout(*parallel.heads(config.num_q_heads, config.num_kv_heads), config.head_dim, PAGE_SIZE)
 
 
 def random_cache(config: DecoderConfig, num_pages: int) -> tuple[KVPages, ...]:
@@ -187,7 +219,26 @@ def random_pages(config: DecoderConfig, num_pages: int, layer: int) -> KVPages:
     return KVPages(key, value * jnp.asarray(_VALUE_DEVIATION, config.dtype))
 
 
+def random_pages_on(config: DecoderConfig, case: SharedDocument, layer: int, mesh: Mesh) -> KVPages:
+    """Draw the same K and V for a mesh: each page on its device, and each head on all devices that attend with it."""
+    parallel = Parallel.of(mesh)
+    (here, num_pages), (there, num_spread) = case.forest(), case.forest(parallel.context)
+    source = np.zeros(num_spread, np.int32)
+    for node in range(1 + case.requests):
+        source[there.pages_of(node)] = here.pages_of(node)
+    copies = max(parallel.tensor // config.num_kv_heads, 1)
+    arranged = _arranged(random_pages(config, num_pages, layer), source, copies)
+    return jax.block_until_ready(
+        jax.device_put(arranged, NamedSharding(mesh, PartitionSpec(CONTEXT, None, TENSOR, None)))
+    )
+
+
 _draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+
+
+@partial(jax.jit, static_argnames="copies")
+def _arranged(pages: KVPages, source: Int[Array, " pages"], copies: int) -> KVPages:
+    return jax.tree.map(lambda x: jnp.repeat(x[source], copies, axis=2), pages)
 
 
 @jax.jit

@@ -271,3 +271,46 @@ def tuning(rows: list[dict]) -> str:
     columns = {head: lambda each, i=i: str(each[0][i]).lower() for i, head in enumerate(heads)}
     columns["time over roofline"] = lambda each: at_most(each[1], 3)
     return markdown(columns, [each for each in scores(rows).items() if each[1]])
+
+
+def scaling(rows: list[dict]) -> str:
+    """Show measured beside predicted times, then what is predicted of groups of GPUs, and of many such groups."""
+    measured = [row for row in rows if "wall_us" in row]
+    columns = text(measured="name") | {
+        "measured, ms": number("wall_us", 2, 1e3, at_most),
+        "predicted, ms": number("predicted_us", 2, 1e3, at_most),
+        "predicted over measured": lambda row: f"{row['predicted_us'] / row['wall_us']:.3f}" if row["wall_us"] else "–",
+    }
+    for field, said in {"attention": "attention over roofline", "products": "products over roofline"}.items():
+        if any(f"{field}_over_roofline" in row for row in measured):
+            columns[said] = number(f"{field}_over_roofline", 2, rounded=at_most)
+    parts = [markdown(columns, measured)] * bool(measured)
+
+    def group(row: dict) -> str:
+        return f"{at_most(row['predicted_us'] / 1e3, 2)} ({row['context']} x {row['tensor']})"
+
+    def worth(row: dict) -> str:
+        return f"{at_least(100 * row['efficiency'], 0)}%, {row['decides']}"
+
+    predicted = [
+        row | {"case": _case(row), "of": f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}"}
+        for row in rows
+        if "decides" in row
+    ]
+    for model in dict.fromkeys(row["model"] for row in predicted):
+        alone = [row for row in predicted if row["model"] == model and row["variant"] == "one group"]
+        parts.append(f"{model}, a step in ms, predicted, and context x tensor:\n\n{pivot(alone, 'case', 'of', group)}")
+        parts.append(f"{model}, efficiency, and what decides:\n\n{pivot(alone, 'case', 'of', worth)}")
+    if many := [row for row in predicted if row["variant"] == "groups"]:
+        many = [
+            row | {"case": f"{row['model']}, {row['case']}, groups of {row['context']} x {row['tensor']}"}
+            for row in many
+        ]
+        rate = pivot(many, "case", "of", number("tokens_per_second", 0))
+        parts.append(f"Tokens per second, predicted, with the fastest group of a host for each document:\n\n{rate}")
+    return "\n\n".join(parts)
+
+
+def _case(row: dict) -> str:
+    """Say how many requests share how much."""
+    return f"{row['requests']} requests over {row['document_tokens']:,}"

@@ -1,0 +1,337 @@
+"""Time decode steps, their exchanges and attention alone on several GPUs of a host, beside what a model predicts.
+
+    python -m benchmarks.scaling --json benchmarks/results/scaling_h200.json
+    python -m benchmarks.scaling --predict --json benchmarks/results/scaling_predicted.json
+
+The step is that of benchmarks.decoding, on one GPU and on every mesh of the axes "context" and "tensor" that there are
+GPUs for; its first logits are held to those of one GPU. Attention and exchanges are timed in loops on the device; of
+that of an exchange, the time of the same loop without it is taken off. `--predict` needs no GPU: it writes what
+benchmarks.scaling_model expects of published models on up to 1,024 GPUs, and how well it agrees with the committed rows
+of one.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array
+from tqdm import tqdm
+
+from benchmarks.decode_step import (
+    SharedDocument,
+    free_bytes,
+    layout_of,
+    paged,
+    plan_of,
+    random_pages,
+    random_pages_on,
+)
+from benchmarks.decoding import DOCUMENTS, REQUESTS, difference, wall
+from benchmarks.report import conclude
+from benchmarks.rows import attempt, collect, conditions, provenance
+from benchmarks.scaling_model import (
+    MACHINES,
+    Costs,
+    Exchange,
+    Machine,
+    calibrated,
+    case_of,
+    exchange_us,
+    exchanges,
+    group_times,
+    groups,
+    layer_attention_us,
+    memory_bytes,
+    step_us,
+    weight_bytes,
+)
+from benchmarks.timing import command, parse, wall_time
+from benchmarks.turns import GPU
+from codec_jax.attention import forest_attention
+from codec_jax.mesh import CONTEXT, TENSOR
+from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig, random_decoder
+from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.shards import everywhere
+
+#: Tokens of documents over which attention is timed alone.
+ROOTS = (120_000, 1 << 20)
+
+#: What `--predict` looks at: groups that decode a document together, and GPUs of several hosts with a document for each
+#: group.
+MODELS = ("qwen3-4b", "qwen3-32b", "llama-3.1-70b")
+PREDICTED_DOCUMENTS, PREDICTED_REQUESTS = (32_768, 120_000, 1 << 20), (16, 64, 256)
+GROUPS, REPLICATED = (1, 2, 4, 8, 16, 32, 64), (16, 128, 1024)
+
+#: Rows of one GPU: the first are what costs are fitted to, the others what they are tried on.
+FITTED, TRIED = ("decoding_120000_h200", "decoding_32768_h200"), ("decoding_32768_h100",)
+
+IN_A_LOOP, CALLS = 100, 10
+
+
+def main() -> None:
+    """Measure or predict, and write the rows."""
+    parser = command(__doc__)
+    parser.add_argument("--predict", action="store_true", help="write what the model says of published models")
+    parser.add_argument("--model", choices=PUBLISHED, default="qwen3-4b")
+    parser.add_argument("--documents", type=int, nargs="+", default=DOCUMENTS, help="tokens that all requests share")
+    parser.add_argument("--roots", type=int, nargs="+", default=ROOTS, help="the same, for attention alone")
+    parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
+    if parser.parse_args().predict:
+        arguments, measured = parser.parse_args(), predict_all()
+    else:
+        arguments = parse(parser)
+        cases, roots = (
+            [SharedDocument(*each) for each in product(documents, arguments.requests)]
+            for documents in (arguments.documents, arguments.roots)
+        )
+        config = cut_to_fit(PUBLISHED[arguments.model], cases)
+        common = {"model": arguments.model, "layers": config.num_layers} | conditions(layout_of(config))
+        count = len(jax.devices())
+        meshes = [group for size in range(1, count + 1) if count % size == 0 for group in groups(config, size)]
+        model = random_decoder(config, progress=True)
+        measured = (row | common for row in measure_all(model, meshes, cases, roots))
+    conclude("scaling", collect(measured, arguments.json), arguments.json)
+
+
+# ---------------------------------------------------------------------- predictions
+
+
+@cache
+def costs_of_one_gpu() -> Costs:
+    """Fit the model to the committed rows of an H200."""
+    rows = [row for stem in FITTED for row in shared_rows(stem)]
+    return calibrated(rows, PUBLISHED[rows[0]["model"]], MACHINES["NVIDIA H200"])
+
+
+def shared_rows(stem: str) -> list[dict]:
+    """Return the rows of a result file of benchmarks.decoding that read the document once."""
+    rows = json.loads((Path(__file__).parent / f"results/{stem}.json").read_text())["rows"]
+    return [row for row in rows if row["variant"] == "shared"]
+
+
+def predict_all() -> Iterator[dict]:
+    """Yield rows on one GPU, measured beside predicted, and the fastest groups of every case."""
+    machine = MACHINES["NVIDIA H200"]
+    common = provenance() | {"device": "model"}
+    assumed = {
+        "latencies": "assumed until measured",
+        "latency_inside_us": machine.inside.latency_us,
+        "latency_between_us": machine.between.latency_us,
+    }
+    for stem in FITTED + TRIED:
+        yield from (on_one_gpu(row, stem in FITTED) | common for row in shared_rows(stem))
+    for model, document, requests in product(MODELS, PREDICTED_DOCUMENTS, PREDICTED_REQUESTS):
+        yield from (row | assumed | common for row in predicted(model, SharedDocument(document, requests), machine))
+
+
+def on_one_gpu(row: dict, fitted: bool) -> dict:
+    """Lay the time of a row, and its parts over their rooflines, beside what the model says."""
+    config, machine, case = PUBLISHED[row["model"]], MACHINES[row["device"]], case_of(row)
+    reading = row["weight_bytes"] / machine.rates.read_bytes_per_us
+    return {
+        "name": f"{case.name}, {row['device']}",
+        "variant": "one GPU",
+        "model": row["model"],
+        "fitted": fitted,
+        "wall_us": row["wall_us"],
+        "predicted_us": sum(step_us(config, case, ALONE, machine, costs_of_one_gpu()).values()),
+        # Reading the weights takes longer than their products in all of them.
+        "attention_over_roofline": row["attention_us"] / (row["roofline_us"] - reading),
+        "products_over_roofline": row["products_us"] / reading,
+        "costs": asdict(costs_of_one_gpu()),
+    }
+
+
+def predicted(model: str, case: SharedDocument, machine: Machine) -> Iterator[dict]:
+    """Yield the fastest group of each number of GPUs, and the fastest of one host for each document on several hosts.
+
+    Tokens per second and efficiency are of all requests: each group has a document, and so many of them.
+    """
+    config, alone, best = PUBLISHED[model], 0.0, None
+    for devices in GROUPS:
+        if not (times := group_times(config, case, devices, machine, costs_of_one_gpu())):
+            continue
+        group = min(times, key=times.__getitem__)
+        parts = step_us(config, case, group, machine, costs_of_one_gpu())
+        row = {
+            "name": f"{model}, {case.name}, {devices} GPUs",
+            "variant": "one group",
+            "model": model,
+            "document_tokens": case.document,
+            "requests": case.requests,
+            "own_tokens": case.own,
+            "gpus": devices,
+            "data": 1,
+            **asdict(group),
+            "device_bytes": int(memory_bytes(config, case, group)),
+            "predicted_us": times[group],
+            "others_us": {
+                f"{each.context} x {each.tensor}": round(us, 1) for each, us in times.items() if each != group
+            },
+            "decides": max(parts, key=parts.__getitem__),
+            "parts_us": {part: round(us, 1) for part, us in parts.items()},
+        }
+        row["tokens_per_second"] = case.requests / row["predicted_us"] * 1e6
+        alone = alone or row["tokens_per_second"] / devices
+        row["efficiency"] = row["tokens_per_second"] / devices / alone
+        yield row
+        if devices <= machine.gpus_per_host and (best is None or row["predicted_us"] < best["predicted_us"]):
+            best = row
+    for gpus in REPLICATED if best else ():
+        data = gpus // best["gpus"]
+        name = f"{model}, {data} x {case.name}, {gpus} GPUs"
+        changed = {"name": name, "variant": "groups", "gpus": gpus, "data": data}
+        kept = {field: value for field, value in best.items() if field not in ("parts_us", "others_us")}
+        yield kept | changed | {"tokens_per_second": data * best["tokens_per_second"]}
+
+
+# ---------------------------------------------------------------------- measurements
+
+
+def cut_to_fit(config: DecoderConfig, cases: list[SharedDocument]) -> DecoderConfig:
+    """Leave out layers until one GPU holds the rest: weights, another half of them on their way, and the largest KV."""
+
+    def size(layers: int) -> float:
+        of = replace(config, num_layers=layers)
+        return max(memory_bytes(of, case, ALONE) for case in cases) + weight_bytes(of) / 2
+
+    room = 0.8 * free_bytes()
+    layers = next((n for n in range(config.num_layers, 0, -1) if size(n) <= room), None)
+    if layers is None:
+        raise ValueError(f"documents: expected KV of one layer in {room / 1e9:.0f} GB, got more; make them shorter")
+    return replace(config, num_layers=layers)
+
+
+def measure_all(
+    model: Decoder, meshes: list[Parallel], cases: list[SharedDocument], roots: list[SharedDocument]
+) -> Iterator[dict]:
+    """Yield rows of steps, of attention over long roots, and of each exchange that the steps make.
+
+    The first mesh is the one that the logits of the others are held to.
+    """
+    config, machine, costs = model.config, machine_here(), costs_of_one_gpu()
+    references: dict[SharedDocument, np.ndarray] = {}
+    for case, group in tqdm(list(product(cases, meshes))):
+        expected = sum(step_us(config, case, group, machine, costs).values())
+        row = described(case, group) | {"variant": "step", "predicted_us": expected}
+        yield row | taken(partial(measure_step, model, case, group, references))
+    whole_heads = [group for group in meshes if group.tensor <= config.num_kv_heads]
+    for case, group in tqdm(list(product(roots, whole_heads))):
+        expected = layer_attention_us(config, case, group, machine, costs)
+        row = described(case, group, "attention of a layer over ") | {"variant": "attention", "predicted_us": expected}
+        yield row | taken(partial(measure_attention, config, case, group))
+    listed = [exchanges(config, case.requests, group) for case, group in product(cases, meshes)]
+    for each in dict.fromkeys(exchange._replace(times=1) for every in listed for exchange in every):
+        name = f"{each.kind} of {each.bytes} bytes, {each.devices} GPUs"
+        row = {"name": name, "variant": "exchange", "gpus": each.devices, "bytes": each.bytes}
+        yield row | {"predicted_us": exchange_us(each, machine)} | taken(partial(measure_exchange, each))
+
+
+def described(case: SharedDocument, group: Parallel, what: str = "") -> dict:
+    """Name the requests, their document and the mesh."""
+    return {
+        "name": f"{what}{case.name}, context {group.context} x tensor {group.tensor}",
+        "document_tokens": case.document,
+        "own_tokens": case.own,
+        "requests": case.requests,
+        "gpus": group.devices,
+        **asdict(group),
+    }
+
+
+def machine_here() -> Machine:
+    """Return what the model knows of the GPUs; where there are none, an H200."""
+    kind = jax.devices()[0].device_kind
+    return MACHINES[kind] if jax.default_backend() == "gpu" else MACHINES["NVIDIA H200"]
+
+
+def taken(measure: Callable[[], dict]) -> dict:
+    """Measure with the GPUs in hand; where it fails, say why."""
+    with GPU.taken():
+        return attempt(measure, "wall_us", "error")
+
+
+def mesh_of(group: Parallel) -> Mesh:
+    """Return a mesh of the first devices: neighbours along "context"."""
+    devices = jax.devices()[: group.devices]
+    sizes = group.tensor, group.context
+    return jax.make_mesh(sizes, (TENSOR, CONTEXT), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def measure_step(
+    model: Decoder, case: SharedDocument, group: Parallel, references: dict[SharedDocument, np.ndarray]
+) -> dict:
+    """Compare the first logits with those of one GPU, and time a token of every request."""
+    step = paged(model, case, share=True, mesh=None if group == ALONE else mesh_of(group))
+    first = np.asarray(step(tokens=1))
+    apart = difference(first, references.setdefault(case, first))
+    return {"compile_seconds": step.compile_seconds, "logits_difference": apart, "wall_us": wall(step)}
+
+
+def measure_attention(config: DecoderConfig, case: SharedDocument, group: Parallel) -> dict:
+    """Time a call of `forest_attention` on pages of one layer: in a loop, as the host takes as long to call it."""
+    mesh = None if group == ALONE else mesh_of(group)
+    forest, num_pages = case.forest(group.context)
+    plan = plan_of(config, forest, num_pages, group)
+    pages = random_pages(config, num_pages, 0) if mesh is None else random_pages_on(config, case, 0, mesh)
+    query = jax.random.normal(jax.random.key(0), (case.requests, 1, config.num_q_heads, config.head_dim), config.dtype)
+    query, forest, plan = everywhere(mesh, (query, forest, plan))
+
+    def loop(query: Array, *rest: Any) -> Array:
+        return lax.fori_loop(0, IN_A_LOOP, lambda _, query: forest_attention(query, *rest, mesh=mesh), query)
+
+    call = partial(jax.jit(loop), query, pages.key, pages.value, forest, plan)
+    return {"wall_us": median_time(call) / IN_A_LOOP}
+
+
+def measure_exchange(exchange: Exchange) -> dict:
+    """Time an exchange in a loop, without what the loop takes by itself."""
+    times = [median_time(loop_of(exchange, alone=alone)) / IN_A_LOOP for alone in (False, True)]
+    return {"wall_us": times[0] - times[1], "loop_us": times[1]}
+
+
+def loop_of(exchange: Exchange, *, alone: bool) -> Callable[[], Array]:
+    """Return the call of a loop that exchanges arrays of these sizes again and again, or, alone, does all but that."""
+    count = exchange.devices
+    devices = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+    numbers = -(-exchange.bytes // 2 // count) * count  # of 2 bytes
+    exchanged = {
+        "psum": lambda x: lax.psum(x, "x"),
+        "all_gather": lambda x: lax.all_gather(x, "x").max(axis=0),
+        "all_to_all": lambda x: lax.all_to_all(x.reshape(count, -1), "x", 0, 0).reshape(-1),
+    }[exchange.kind]
+
+    def step(_: Array, x: Array) -> Array:
+        return (x if alone else exchanged(x)) * (0.5 / count) + 1  # stays finite
+
+    loop = jax.shard_map(
+        lambda x: lax.fori_loop(0, IN_A_LOOP, step, x),
+        mesh=devices,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec("x"),
+        check_vma=False,
+    )
+    total = numbers if exchange.kind == "all_gather" else numbers * count
+    array = jax.device_put(jnp.ones(total, jnp.bfloat16), jax.NamedSharding(devices, PartitionSpec("x")))
+    return partial(jax.jit(loop), array)
+
+
+def median_time(call: Callable[[], Array]) -> float:
+    """Return the median of three rounds of calls that are queued one after another, in microseconds."""
+    return statistics.median(wall_time(call, CALLS) for _ in range(3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""A model of a decode step on several GPUs: what a device reads, multiplies and sends, and how long that takes.
+
+    device    1 / S of the weights, S = C T; 1 / C of the unique KV of 1 / T of the heads
+    step      weights and KV read once, arithmetic that reading does not hide, exchanges, a fixed time for each layer
+
+Rates are those of benchmarks.ceilings. `calibrated` fits what a step takes beyond them to rows that benchmarks.decoding
+measured on one GPU. The latency of an exchange is assumed until it is measured (`Link`). Devices of the axis "context"
+are next to each other, so that it is inside of a host unless it has more devices than a host.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.ceilings import CEILINGS, Ceilings
+from benchmarks.decode_step import STEPS, SharedDocument, kv_token_bytes
+from codec_jax.nnx import DecoderConfig
+from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.shards import check_sizes
+
+#: Of a GPU's memory, what weights and KV may take.
+MEMORY_SHARE = 0.9
+#: Query rows of a tile of attention, which takes as long when it is not full.
+TILE_ROWS = 64
+
+
+class Link(NamedTuple):
+    """The way between two GPUs: published rates, and latencies that are assumed until measured."""
+
+    bytes_per_us: float  # each way
+    latency_us: float  # of an exchange, whatever its size
+
+
+NVLINK = Link(450e3, 10.0)
+INFINIBAND = Link(50e3, 30.0)  # a port of 400 Gbit/s for each GPU
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs in hosts, as in DGX H100 and DGX H200."""
+
+    rates: Ceilings
+    memory_bytes: float
+    gpus_per_host: int = 8
+    inside: Link = NVLINK
+    between: Link = INFINIBAND
+
+
+#: By `device_kind`; memory by the data sheets.
+MACHINES = {
+    "NVIDIA H200": Machine(CEILINGS["NVIDIA H200"], 141e9),
+    "NVIDIA H100 80GB HBM3": Machine(CEILINGS["NVIDIA H100 80GB HBM3"], 80e9),
+}
+
+
+# ---------------------------------------------------------------------- what a device does in a step
+
+
+class Work(NamedTuple):
+    """What one device reads and multiplies in a step."""
+
+    weight_bytes: float
+    product_flops: float
+    kv_bytes: float
+    attention_flops: float
+
+
+def work(config: DecoderConfig, case: SharedDocument, parallel: Parallel) -> Work:
+    """Count the mean step of a call: half of the tokens that it generates are there, and the new one is."""
+    own = case.requests * (case.own + (STEPS + 1) / 2)
+    num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+    rows = math.ceil(case.requests * num_q_heads / num_kv_heads / TILE_ROWS) * TILE_ROWS * num_kv_heads
+    scores = rows * case.document + num_q_heads * own
+    weights = weight_bytes(config, parallel)
+    return Work(
+        weight_bytes=weights,
+        product_flops=2 * weights / jnp.dtype(config.param_dtype).itemsize * case.requests,
+        kv_bytes=_kv_bytes(config, case.document + own, num_kv_heads) / parallel.context,
+        attention_flops=4 * scores * config.head_dim * config.num_layers / parallel.context,
+    )
+
+
+def weight_bytes(config: DecoderConfig, parallel: Parallel = ALONE) -> float:
+    """Return the bytes of weights that a device reads in a step: its part of the products, and all norms.
+
+    An embedding counts as the head that it may be: looking tokens up reads a few of its rows.
+    """
+    width, (query, key, value) = config.hidden_size, config.query_key_value_sizes
+    copies = max(parallel.tensor // config.num_kv_heads, 1)  # of each kv head
+    layer = width * (query + (key + value) * copies) + query * width + 3 * width * config.mlp_size
+    norms = config.num_layers * (2 * width + 2 * config.head_dim * config.qk_norm) + width
+    divided = config.num_layers * layer + config.vocab_size * width
+    return jnp.dtype(config.param_dtype).itemsize * (divided / parallel.devices + norms)
+
+
+def memory_bytes(config: DecoderConfig, case: SharedDocument, parallel: Parallel) -> float:
+    """Return the bytes of weights and of KV, at the end of a call, that a device holds."""
+    table = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
+    tokens = case.document + case.requests * (case.own + STEPS)
+    _, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+    return (
+        weight_bytes(config, parallel)
+        + jnp.dtype(config.param_dtype).itemsize * table / parallel.devices
+        + _kv_bytes(config, tokens, num_kv_heads) / parallel.context
+    )
+
+
+def _kv_bytes(config: DecoderConfig, tokens: float, num_kv_heads: int) -> float:
+    """Return the bytes of K and V of so many tokens, some of the kv heads, all layers."""
+    return tokens * kv_token_bytes(config) * num_kv_heads / config.num_kv_heads
+
+
+# ---------------------------------------------------------------------- what devices tell each other
+
+
+class Exchange(NamedTuple):
+    """One kind of exchange of a step."""
+
+    kind: str  # psum, all_gather, all_to_all
+    devices: int
+    bytes: int  # on a device: of what is summed, of all that is gathered, of all that is sent around
+    times: int  # in a step
+
+
+def exchanges(config: DecoderConfig, requests: int, parallel: Parallel) -> list[Exchange]:
+    """List the exchanges of a step; `codec_jax.nnx.parallel` says what each is for."""
+    num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+    size, layers = jnp.dtype(config.dtype).itemsize, config.num_layers
+    columns = requests * (num_q_heads + 2 * num_kv_heads) * config.head_dim * size
+    hidden = requests * config.hidden_size * size
+    listed = [
+        Exchange("all_gather", parallel.context, columns, layers),
+        Exchange("all_to_all", parallel.context, partial_bytes(config, requests, parallel), layers),
+        Exchange("psum", parallel.devices, hidden, 2 * layers + 1),  # after attention, after the MLP; the embedding
+        Exchange("all_gather", parallel.devices, 4 * requests * config.vocab_size, 1),  # logits, float32
+    ]
+    return [each for each in listed if each.devices > 1]
+
+
+def partial_bytes(config: DecoderConfig, requests: int, parallel: Parallel) -> int:
+    """Return the bytes of a device's partials of a layer: output, and row maximum and row sum in float32."""
+    num_q_heads, _ = parallel.heads(config.num_q_heads, config.num_kv_heads)
+    return requests * num_q_heads * (config.head_dim * jnp.dtype(config.dtype).itemsize + 8)
+
+
+def exchange_us(exchange: Exchange, machine: Machine) -> float:
+    """Return the time of one exchange: a ring moves (n - 1) / n of the bytes, and twice as much to add them up."""
+    link = machine.inside if exchange.devices <= machine.gpus_per_host else machine.between
+    moved = exchange.bytes * (exchange.devices - 1) / exchange.devices * (2 if exchange.kind == "psum" else 1)
+    return link.latency_us + moved / link.bytes_per_us
+
+
+# ---------------------------------------------------------------------- how long a step takes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step on one GPU takes beyond reading at the ceiling."""
+
+    attention_layer_us: float  # a layer's call, beyond reading or arithmetic, whichever takes longer
+    attention_flops_factor: float  # attention's arithmetic, over what it takes at the ceiling
+    products_layer_us: float  # the products of a layer
+    products_flops_factor: float  # what shows of their arithmetic beside reading, over what it takes at the ceiling
+    other_layer_us: float  # norms, rotation, storing K and V, gaps between kernels
+    other_value_us: float  # the same, for each hidden value of each request, in a layer
+
+
+def calibrated(rows: Sequence[dict], config: DecoderConfig, machine: Machine) -> Costs:
+    """Fit costs to rows of `benchmarks.decoding`, variant "shared", of one model on one GPU.
+
+    Reading must decide in the attention of some rows and arithmetic in that of others, and the requests must differ.
+    """
+    works, layers = [work(config, case_of(row), ALONE) for row in rows], config.num_layers
+    read, multiply = machine.rates.read_bytes_per_us, machine.rates.flops_per_us
+    pairs = list(zip(rows, works, strict=True))
+    attention_layer = statistics.fmean(
+        (row["attention_us"] - each.kv_bytes / read) / layers for row, each in pairs if _reading_decides(each, machine)
+    )
+    attention_flops = statistics.fmean(
+        (row["attention_us"] - layers * attention_layer) / (each.attention_flops / multiply)
+        for row, each in pairs
+        if not _reading_decides(each, machine)
+    )
+    products = [row["products_us"] - each.weight_bytes / read for row, each in pairs]
+    other = [row["wall_us"] - row["attention_us"] - row["products_us"] for row in rows]
+    values = [layers * row["requests"] * config.hidden_size for row in rows]
+    return Costs(
+        attention_layer,
+        attention_flops,
+        *_line(layers, [each.product_flops / multiply for each in works], products),
+        *_line(layers, values, other),
+    )
+
+
+def case_of(row: dict) -> SharedDocument:
+    """Return the requests and the document of a row."""
+    return SharedDocument(row["document_tokens"], row["requests"], row["own_tokens"])
+
+
+def _reading_decides(each: Work, machine: Machine) -> bool:
+    """Say whether attention takes longer to read than to multiply, at the ceilings."""
+    return each.kv_bytes / machine.rates.read_bytes_per_us > each.attention_flops / machine.rates.flops_per_us
+
+
+def _line(layers: int, x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Fit y = layers a + b x by least squares."""
+    a, b = np.linalg.lstsq(np.stack([np.full(len(x), layers), x], axis=1), np.asarray(y))[0]
+    return float(a), float(b)
+
+
+def attention_us(each: Work, machine: Machine, costs: Costs) -> tuple[str, float]:
+    """Say what decides in attention, and how long that takes in all layers."""
+    reading = each.kv_bytes / machine.rates.read_bytes_per_us
+    multiplying = costs.attention_flops_factor * each.attention_flops / machine.rates.flops_per_us
+    return ("reading KV", reading) if reading > multiplying else ("arithmetic of attention", multiplying)
+
+
+def step_us(
+    config: DecoderConfig, case: SharedDocument, parallel: Parallel, machine: Machine, costs: Costs
+) -> dict[str, float]:
+    """Return the parts of a step, in microseconds; their sum is its time."""
+    each, layers = work(config, case, parallel), config.num_layers
+    attention, attending = attention_us(each, machine, costs)
+    fixed = layers * (costs.attention_layer_us + costs.products_layer_us + costs.other_layer_us)
+    listed = exchanges(config, case.requests, parallel)
+    return {
+        attention: attending,
+        "reading weights": each.weight_bytes / machine.rates.read_bytes_per_us,
+        "arithmetic of products": costs.products_flops_factor * each.product_flops / machine.rates.flops_per_us,
+        "exchanges": sum(exchange.times * exchange_us(exchange, machine) for exchange in listed),
+        "other work on rows": costs.other_value_us
+        * layers
+        * case.requests
+        * config.hidden_size,  # each device has all of them
+        "fixed time of layers": fixed,
+    }
+
+
+def layer_attention_us(
+    config: DecoderConfig, case: SharedDocument, parallel: Parallel, machine: Machine, costs: Costs
+) -> float:
+    """Return the time of one call of `forest_attention`, which gives every device of a group all of its heads."""
+    merge = parallel.context * partial_bytes(config, case.requests, parallel)
+    merging = exchange_us(Exchange("all_gather", parallel.context, merge, 1), machine) if parallel.context > 1 else 0.0
+    _, attending = attention_us(work(config, case, parallel), machine, costs)
+    return attending / config.num_layers + costs.attention_layer_us + merging
+
+
+# ---------------------------------------------------------------------- which devices
+
+
+def groups(config: DecoderConfig, devices: int) -> list[Parallel]:
+    """List the divisions of a model among so many devices that `codec_jax.nnx` accepts."""
+
+    def divides(parallel: Parallel) -> bool:
+        try:
+            check_sizes(config, parallel)
+        except ValueError:
+            return False
+        return True
+
+    tensors = [tensor for tensor in range(1, devices + 1) if devices % tensor == 0]
+    return [each for tensor in tensors if divides(each := Parallel(tensor, devices // tensor))]
+
+
+def group_times(
+    config: DecoderConfig, case: SharedDocument, devices: int, machine: Machine, costs: Costs
+) -> dict[Parallel, float]:
+    """Return the time of a step on each group of so many devices that holds the weights and the KV, in microseconds."""
+    room = MEMORY_SHARE * machine.memory_bytes
+    fitting = [each for each in groups(config, devices) if memory_bytes(config, case, each) <= room]
+    return {each: math.fsum(step_us(config, case, each, machine, costs).values()) for each in fitting}
