@@ -169,7 +169,9 @@ def _merge(refs: Any, sizes: _Sizes) -> None:
     merged = jnp.where(row + begin < used_here, acc / sizes.over_columns(jnp.maximum(row_sum, 1e-30)), 0.0)
     merged = (merged + nan_or_zero).astype(sizes.dtype)  # [rows, H]
     store(refs.max.at[group, rows], row_max * _LN2 + nan_or_zero)
-    store(refs.sum.at[group, rows], row_sum + nan_or_zero)
+    # PAC leaves anything in rows that no request has; a sum of 0 says that they saw no token.
+    row_of_part = plgpu.broadcasted_iota(jnp.int32, row_sum.shape, 0, layout=sizes.layout.reduce(1))
+    store(refs.sum.at[group, rows], jnp.where(row_of_part + begin < used_here, row_sum, 0.0) + nan_or_zero)
 
     if piece < sizes.together:  # registers hold rows that go to several places
         refs.rows[...] = merged

@@ -74,6 +74,10 @@ CASES = {
         Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64), query_tokens=5, wide=True
     ),
     "causal and narrow": Case(TREE, Heads(2, 1, 64), query_tokens=3, page_size=24),
+    # The first block is seen in full by all rows of the last tile that are a request's; the others are of free slots.
+    "causal, free request slots": Case(
+        Tree([-1, 0, 0, 0], [150, 3, 20, 0], [3, 1, 2]), Heads(8, 1, 64), query_tokens=3, requests=4, wide=True, grain=4
+    ),
     "seven q heads, row by row": Case(SIX, Heads(7, 1, 64), page_size=8, grain=4),
     "a stream for many thread blocks": Case(SIX, Heads(4, 1, 128), num_ctas=4, grain=0),
     "some streams": Case(SIX, Heads(4, 2, 128), num_ctas=4, grain=2),
