@@ -30,7 +30,7 @@ from codec_jax import Forest, KVPages, Plan, make_plan
 from codec_jax.forest import ROOT, Tree
 from codec_jax.forest.homes import Homes
 from codec_jax.mesh import CONTEXT, TENSOR
-from codec_jax.nnx import Decoder, DecoderConfig
+from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.sampling import RowOptions
@@ -40,6 +40,11 @@ from codec_jax.nnx.steps import decode_loop
 #: Tokens of a call: what `Sampler` generates by default between two plans.
 STEPS = 16
 PAGE_SIZE = 16
+
+#: Published models of which what a step reads and computes is counted: those without windows and mixtures of experts.
+PLAIN_MODELS = {
+    name: config for name, config in PUBLISHED.items() if config.mixture is None and config.windows_used == (None,)
+}
 
 #: Scores of random keys are nearly equal, so attention averages values away. Large values keep it worth checking.
 _VALUE_DEVIATION = 64.0

@@ -20,12 +20,21 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from benchmarks.ceilings import ceilings
-from benchmarks.decode_step import STEPS, VARIANTS, SharedDocument, Step, kv_token_bytes, layout_of, weight_bytes
+from benchmarks.decode_step import (
+    PLAIN_MODELS,
+    STEPS,
+    VARIANTS,
+    SharedDocument,
+    Step,
+    kv_token_bytes,
+    layout_of,
+    weight_bytes,
+)
 from benchmarks.report import conclude
 from benchmarks.rows import attempt, collect, conditions
 from benchmarks.timing import command, kernels_of, parse, wall_time
 from benchmarks.turns import GPU
-from codec_jax.nnx import PUBLISHED, Decoder, random_decoder
+from codec_jax.nnx import Decoder, random_decoder
 
 DOCUMENTS, REQUESTS = (32_768, 120_000), (16, 64)
 
@@ -46,13 +55,13 @@ ROUNDS, ROUND_SECONDS, MAX_CALLS = 3, 1.0, 20
 def main() -> None:
     """Measure and write the rows."""
     parser = command(__doc__)
-    parser.add_argument("--model", choices=PUBLISHED, default="qwen3-4b")
+    parser.add_argument("--model", choices=PLAIN_MODELS, default="qwen3-4b")
     parser.add_argument("--documents", type=int, nargs="+", default=DOCUMENTS, help="tokens that all requests share")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     arguments = parse(parser)
     cases = [SharedDocument(*each) for each in product(arguments.documents, arguments.requests)]
-    config = PUBLISHED[arguments.model]
+    config = PLAIN_MODELS[arguments.model]
     common = {"model": arguments.model} | conditions(layout_of(config))
     model = random_decoder(config, progress=True)
     measured = measure_all(model, cases, arguments.variants, common)

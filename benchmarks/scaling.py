@@ -30,6 +30,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from benchmarks.decode_step import (
+    PLAIN_MODELS,
     SharedDocument,
     free_bytes,
     layout_of,
@@ -61,7 +62,7 @@ from benchmarks.timing import command, parse, wall_time
 from benchmarks.turns import GPU
 from codec_jax.attention import forest_attention
 from codec_jax.mesh import CONTEXT, TENSOR
-from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig, random_decoder
+from codec_jax.nnx import Decoder, DecoderConfig, random_decoder
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.shards import everywhere
 
@@ -84,7 +85,7 @@ def main() -> None:
     """Measure or predict, and write the rows."""
     parser = command(__doc__)
     parser.add_argument("--predict", action="store_true", help="write what the model says of published models")
-    parser.add_argument("--model", choices=PUBLISHED, default="qwen3-4b")
+    parser.add_argument("--model", choices=PLAIN_MODELS, default="qwen3-4b")
     parser.add_argument("--documents", type=int, nargs="+", default=DOCUMENTS, help="tokens that all requests share")
     parser.add_argument("--roots", type=int, nargs="+", default=ROOTS, help="the same, for attention alone")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
@@ -96,7 +97,7 @@ def main() -> None:
             [SharedDocument(*each) for each in product(documents, arguments.requests)]
             for documents in (arguments.documents, arguments.roots)
         )
-        config = cut_to_fit(PUBLISHED[arguments.model], cases)
+        config = cut_to_fit(PLAIN_MODELS[arguments.model], cases)
         common = {"model": arguments.model, "layers": config.num_layers} | conditions(layout_of(config))
         count = len(jax.devices())
         meshes = [group for size in range(1, count + 1) if count % size == 0 for group in groups(config, size)]
@@ -112,7 +113,7 @@ def main() -> None:
 def costs_of_one_gpu() -> Costs:
     """Fit the model to the committed rows of an H200."""
     rows = [row for stem in FITTED for row in shared_rows(stem)]
-    return calibrated(rows, PUBLISHED[rows[0]["model"]], MACHINES["NVIDIA H200"])
+    return calibrated(rows, PLAIN_MODELS[rows[0]["model"]], MACHINES["NVIDIA H200"])
 
 
 def shared_rows(stem: str) -> list[dict]:
@@ -138,7 +139,7 @@ def predict_all() -> Iterator[dict]:
 
 def on_one_gpu(row: dict, fitted: bool) -> dict:
     """Lay the time of a row, and its parts over their rooflines, beside what the model says."""
-    config, machine, case = PUBLISHED[row["model"]], MACHINES[row["device"]], case_of(row)
+    config, machine, case = PLAIN_MODELS[row["model"]], MACHINES[row["device"]], case_of(row)
     reading = row["weight_bytes"] / machine.rates.read_bytes_per_us
     return {
         "name": f"{case.name}, {row['device']}",
@@ -159,7 +160,7 @@ def predicted(model: str, case: SharedDocument, machine: Machine) -> Iterator[di
 
     Tokens per second and efficiency are of all requests: each group has a document, and so many of them.
     """
-    config, alone, best = PUBLISHED[model], 0.0, None
+    config, alone, best = PLAIN_MODELS[model], 0.0, None
     for devices in GROUPS:
         if not (times := group_times(config, case, devices, machine, costs_of_one_gpu())):
             continue

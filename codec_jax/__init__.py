@@ -24,6 +24,7 @@ from codec_jax.errors import LogitsError, OutOfPagesError, OutOfSlotsError, Plan
 from codec_jax.forest import DraftTrees, Forest, KVPages, PagePool, PrefixCache
 from codec_jax.planning import CostModel, Plan, make_plan, replan
 from codec_jax.show import show
+from pallas_kernels import Window
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PrefixCache",
+    "Window",
     "__version__",
     "attention",
     "flash_decoding",

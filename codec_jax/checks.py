@@ -68,12 +68,13 @@ def each(name: str, values: np.ndarray, fits: np.ndarray, expected: str) -> None
         raise ValueError(f"{name}: expected {expected}, got {name}[{', '.join(map(str, at))}] = {values[at]}")
 
 
-def float_dtype(name: str, value: Any) -> None:
-    """Raise ValueError unless a dtype is one that attention takes."""
+def float_dtype(name: str, value: Any, *others: jnp.dtype) -> None:
+    """Raise ValueError unless a dtype is one that attention takes, or one of the others."""
     with contextlib.suppress(TypeError):  # of what is no dtype at all
         value = jnp.dtype(value)
-    if value not in map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)):
-        raise ValueError(f"{name}: expected float32, bfloat16 or float16, got {value}")
+    if value not in (*map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)), *others):
+        expected = ", ".join(("float32", "bfloat16", *(str(dtype) for dtype in others)))
+        raise ValueError(f"{name}: expected {expected} or float16, got {value}")
 
 
 def instance(name: str, value: Any, kind: type) -> None:

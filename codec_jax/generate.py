@@ -60,7 +60,7 @@ from codec_jax.nnx import (
     open_checkpoint,
     random_decoder,
 )
-from codec_jax.nnx.memory import KV_CACHE_HELP, pages_that_fit
+from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_that_fit
 from codec_jax.nnx.replicas import PARALLEL_HELP, device_groups, replicated
 from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.weights import parameter_shapes
@@ -104,7 +104,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         num_pages = _num_pages(arguments, model, prompts, groups)
         inputs = {**model.identity, "prompts_sha256": hashlib.sha256(content).hexdigest()}
-        options = {name: getattr(arguments, name) for name in ("dtype", "samples", "max_new_tokens", *DRAWING, *STOPS)}
+        options = {
+            name: getattr(arguments, name)
+            for name in ("dtype", "kv_dtype", "samples", "max_new_tokens", *DRAWING, *STOPS)
+        }
         results = ResultFile(arguments.output, {**inputs, **options}, len(prompts), arguments.samples)
     except (OSError, ValueError) as error:
         sys.exit(f"codec_jax.generate: {error}")
@@ -148,7 +151,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     seed = _number(int, "a whole number from 0 to 2**32 - 1", 0, 2**32)
     gib = _number(float, "a positive number of GiB", math.ulp(0.0), math.inf)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint of Qwen3 or Llama")
+    model.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint")
     model.add_argument("--random-weights", choices=PUBLISHED, help="measure with random weights of these sizes instead")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of prompts, or /dev/stdin")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file of completions, new or to be continued")
@@ -165,6 +168,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=count, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--seed", type=seed, default=0, help="the same seed draws the same tokens (default: 0)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help=KV_DTYPE_HELP)
     parser.add_argument(
         "--max-requests", type=count, default=128, help="decoded at a time, by each replica (default: 128)"
     )
@@ -189,9 +193,13 @@ def _number(kind: type, expected: str, low: float, high: float) -> Callable[[str
 
 
 def _open_model(arguments: argparse.Namespace) -> Model:
-    dtype = jnp.dtype(arguments.dtype)
+    dtypes = {
+        "dtype": jnp.dtype(arguments.dtype),
+        "param_dtype": jnp.dtype(arguments.dtype),
+        "kv_dtype": KV_DTYPES.get(arguments.kv_dtype),
+    }
     if arguments.model is None:
-        config = replace(PUBLISHED[arguments.random_weights], dtype=dtype, param_dtype=dtype)
+        config = replace(PUBLISHED[arguments.random_weights], **dtypes)
 
         def drawn(mesh: Mesh | None) -> Decoder | PlacedDecoder:
             return random_decoder(config, mesh=mesh, progress=True)
@@ -204,8 +212,8 @@ def _open_model(arguments: argparse.Namespace) -> Model:
         changed = datetime.fromtimestamp(status.st_mtime, UTC).isoformat()
         identity[f"model/{file.relative_to(arguments.model)}"] = f"{status.st_size} bytes, {changed}"
     return Model(
-        config=replace(checkpoint.config, dtype=dtype, param_dtype=dtype),
-        load=lambda mesh: checkpoint.load(dtype, mesh=mesh, progress=True),
+        config=replace(checkpoint.config, **dtypes),
+        load=lambda mesh: checkpoint.load(dtypes["dtype"], kv_dtype=dtypes["kv_dtype"], mesh=mesh, progress=True),
         identity=identity,
         tokenizer=checkpoint.tokenizer,
         chat_template=checkpoint.chat_template,

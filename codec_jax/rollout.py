@@ -28,7 +28,9 @@ from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.forest import KVPages
 from codec_jax.mesh import CONTEXT, TENSOR
+from codec_jax.nnx.batch import Scoring
 from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.dense_attention import dense_attention
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.replicas import replicated
@@ -117,10 +119,10 @@ class Policy(Decoder):
         row, token = (jnp.arange(size, dtype=jnp.int32) for size in (batch, count))
         slots = row[:, None] * given.pages[0].key.shape[1] + given.length + token[None]
 
-        def attend(query: Array, pages: KVPages) -> Array:
-            return jax.nn.dot_product_attention(query, pages.key, pages.value, mask=attention_mask[:, None])
+        def attend(query: Array, pages: KVPages, scoring: Scoring) -> Array:
+            return dense_attention(query, pages.key, pages.value, positions, scoring, attention_mask)
 
-        x, written = self.embedding(tokens), []
+        x, written = self.embed(tokens), []
         for block, pages in zip(self.blocks, given.pages, strict=True):
             x, pages = block.decode(x, positions, slots, pages, attend)
             written.append(pages)

@@ -34,7 +34,7 @@ from typing import Any
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import Engine
-from codec_jax.nnx.memory import KV_CACHE_HELP, pages_that_fit
+from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_that_fit
 from codec_jax.nnx.replicas import PARALLEL_HELP, Serving, device_groups, replicated
 from codec_jax.nnx.request import Update
 from codec_jax.serve_api import Answer, Refused, Served, read_call, refusal
@@ -95,6 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=f"that calls must bring (default: {KEY}'s)")
     parser.add_argument("--served-model-name", help="name in calls (default: that of the directory)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help=KV_DTYPE_HELP)
     parser.add_argument(
         "--max-requests", type=int, default=128, help="decoded at a time, by each replica (default: 128)"
     )
@@ -121,7 +122,8 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
         context=arguments.context_parallel,
         tensor=arguments.tensor_parallel,
     )
-    models = [checkpoint.load(arguments.dtype, mesh=mesh, progress=True) for mesh in groups]
+    kv_dtype = KV_DTYPES.get(arguments.kv_dtype)
+    models = [checkpoint.load(arguments.dtype, kv_dtype=kv_dtype, mesh=mesh, progress=True) for mesh in groups]
     config = models[0].config
     num_pages = min(pages_that_fit(config, PAGE_SIZE, gib=arguments.kv_cache_gib, mesh=mesh) for mesh in groups)
     engine = replicated(

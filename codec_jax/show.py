@@ -155,7 +155,7 @@ def _plan_lines(plan: Plan) -> list[str]:
     lines = [
         f"plan: {heads.num_q_heads} q heads, {_count(heads.num_kv_heads, 'kv head')}, head size {heads.head_dim}, "
         f"{_count(arrays.query_tokens, 'query token')}, {_count(arrays.num_tiles, 'tile')} of {arrays.tile_rows} rows, "
-        f"blocks of {arrays.block_tokens} tokens",
+        f"blocks of {arrays.block_tokens} tokens" + _window_text(plan),
         f"for each kv head: {_count(wide_streams, 'wide stream')}, {streams.shape[1] - wide_streams:,} narrow; "
         f"{read:,} KV tokens read, {unique:,} unique" + (f", {read / unique:.2f}x" if unique else ""),
         f"in all: {_count(len(blocks), 'segment')}, {_count(int(arrays.merge_ptr[-1]), 'partial')}, "
@@ -178,6 +178,11 @@ def _plan_lines(plan: Plan) -> list[str]:
             f"{sums[0]:8,} {sums[1]:7,} {sums[2]:7,} {sums[3]:7,}"
         )
     return lines
+
+
+def _window_text(plan: Plan) -> str:
+    window = plan.arrays.window
+    return "" if window is None else f", a{' chunked' * window.chunked} window of {_count(window.tokens, 'token')}"
 
 
 def _tokens_read(plan: Plan) -> tuple[int, int]:

@@ -19,7 +19,7 @@ class Traffic:
 
     generated_tokens: int = 0
     kv_tokens_read: int = 0  # each node once per stream: per row tile, or pair of tiles, that reads it
-    kv_tokens_unshared: int = 0  # each request its own context
+    kv_tokens_unshared: int = 0  # each request its own context, as far as its window reaches
 
     def __add__(self, other: Traffic) -> Traffic:
         """Add up two spans of decoding."""
@@ -34,30 +34,46 @@ def count_decode(forest: Forest, plan: Plan, new_tokens: Int[np.ndarray, " B"]) 
     """
     steps = int(new_tokens.max(initial=0))
     node, token = pages_of_streams(plan)
-    # Every stream that reads a node reads its first page.
-    streams = np.bincount(node[token == 0], minlength=forest.node_capacity)
+    # Every stream that reads a leaf reads the page that it grows in; a window may hide the first ones.
+    last = np.maximum(forest.length[node] - 1, 0) // plan.arrays.page_tokens * plan.arrays.page_tokens
+    streams = np.bincount(node[token == last], minlength=forest.node_capacity)
     active = forest.active
     leaf, count = forest.leaf[active], new_tokens[active].astype(np.int64)
     # In step i = 1 .. steps, a leaf has grown by min(i, count) tokens.
     ramp = count * (count + 1) // 2
     grown = ramp + (steps - count) * count
+    step = np.arange(steps)
+    seen = _count_seen(plan, forest.request_length[active, None] + step)
     return Traffic(
         generated_tokens=int(count.sum()),
-        kv_tokens_read=int(steps * (streams * forest.length).sum() + (streams[leaf] * grown).sum()),
-        kv_tokens_unshared=int((count * forest.request_length[active] + ramp).sum()),
+        kv_tokens_read=steps * _count_listed(forest, plan) + int((streams[leaf] * grown).sum()),
+        kv_tokens_unshared=int(seen[step < count[:, None]].sum(dtype=np.int64)),
     )
 
 
 def count_pass(forest: Forest, plan: Plan) -> Traffic:
     """Count what one pass over the forest as it is reads; it generates nothing.
 
-    Pages that no query token of a tile may see yet are not in the tile's stream.
+    Pages that no query token of a tile may see, yet or any more, are not in the tile's stream.
     """
-    node, token = pages_of_streams(plan)
+    tokens = plan.arrays.query_tokens
+    seen = _count_seen(plan, forest.positions(tokens)[:, 0]) + tokens - 1
     return Traffic(
-        kv_tokens_read=int(np.clip(forest.length[node] - token, 0, plan.arrays.page_tokens).sum(dtype=np.int64)),
-        kv_tokens_unshared=int(forest.request_length.sum(dtype=np.int64)),
+        kv_tokens_read=_count_listed(forest, plan),
+        kv_tokens_unshared=int(np.minimum(seen, forest.request_length).sum(dtype=np.int64)),
     )
+
+
+def _count_listed(forest: Forest, plan: Plan) -> int:
+    """Count the tokens of the pages of all streams."""
+    node, token = pages_of_streams(plan)
+    return int(np.clip(forest.length[node] - token, 0, plan.arrays.page_tokens).sum(dtype=np.int64))
+
+
+def _count_seen(plan: Plan, position: Int[np.ndarray, "*n"]) -> Int[np.ndarray, "*n"]:
+    """Count the tokens that a query token at a position sees, itself among them."""
+    window = plan.arrays.window
+    return position + 1 - (0 if window is None else np.maximum(window.first_position(position), 0))
 
 
 def pages_of_streams(plan: Plan) -> tuple[Int[np.ndarray, " pages"], Int[np.ndarray, " pages"]]:

@@ -4,10 +4,10 @@ They know rows, blocks and segments, never trees. A new generation is a folder w
 """
 
 from pallas_kernels.family import Call, Family, Tiling
-from pallas_kernels.heads import Heads, Scores
+from pallas_kernels.heads import Heads, Scores, Window
 from pallas_kernels.hopper import HOPPER
 
 #: Best first, where several serve a device.
 FAMILIES = (HOPPER,)
 
-__all__ = ["FAMILIES", "HOPPER", "Call", "Family", "Heads", "Scores", "Tiling"]
+__all__ = ["FAMILIES", "HOPPER", "Call", "Family", "Heads", "Scores", "Tiling", "Window"]

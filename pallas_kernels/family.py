@@ -46,11 +46,14 @@ class Call(NamedTuple):
     key_pages: Float[jax.Array, "num_pages page_tokens K H"]
     value_pages: Float[jax.Array, "num_pages page_tokens K V"]
     query_position: Int[jax.Array, "B T"]
+    first_position: Int[jax.Array, "B T"] | None  # that a query token sees; None for a plan without a window
     forest: ForestArrays
     plan: PlanArrays
     guard: PlanGuard
     # The rows that see each token, as in `Page.readers`; None where query tokens are causal among themselves.
     readers_of_tokens: Int[jax.Array, "blocks S"] | None = None
+    # The position of each token; None where it follows from its place in the node, or there is no window.
+    positions_of_tokens: Int[jax.Array, "blocks S"] | None = None
 
 
 class Family(NamedTuple):
@@ -61,9 +64,9 @@ class Family(NamedTuple):
     tiling(heads, device) says how plans for it are to be cut.
 
     attend(call, scores) runs the plan of a call: the caller's query [B, T, N, H] in; out [B, T, N, H], and the row
-    maximum of the scaled scores and the row sum of their exponentials, float32 [B, T, N], in the caller's order. A row
-    of no request, or that sees no token, has out 0, maximum -inf and sum 0. All of it is NaN where the plan does not
-    hold.
+    maximum of the scores, scaled and capped, and the row sum of their exponentials, float32 [B, T, N], in the caller's
+    order. A row of no request, or that sees no token, has out 0, maximum -inf and sum 0. All of it is NaN where the
+    plan does not hold.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Facts of a call that are known when a step is compiled: its heads, and the scale of their scores."""
+"""Facts of a call that are known when a step is compiled: its heads, what becomes of scores, and the window."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -52,3 +52,36 @@ class Scores:
     """Treatment of the products of query and keys before the softmax, beside the mask."""
 
     scale: float  # factor
+    softcap: float | None = None  # the scaled scores s become softcap * tanh(s / softcap)
+
+
+@dataclass(frozen=True)
+class Window:
+    """How far back a query token sees. Raises ValueError for a number of tokens that is none.
+
+    A window that slides holds the `tokens` last tokens, the query token among them, as `sliding_window` of Hugging
+    Face's configs says. A chunked one begins at the last multiple of `tokens`, as in Llama 4.
+
+    >>> Window(4).first_position(9), Window(4, chunked=True).first_position(9)
+    (6, 8)
+    """
+
+    tokens: int
+    chunked: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the number of tokens."""
+        whole = isinstance(self.tokens, int | np.integer) and not isinstance(self.tokens, bool)
+        if not whole or not 0 < self.tokens < 2**30:
+            raise ValueError(f"window: expected a positive number of tokens, below 2**30, got {self.tokens!r}")
+
+    def first_position(self, position: Any) -> Any:
+        """Return the first position that a query token sees; it may be negative. Jittable.
+
+        Args:
+          position: that of the query token, or an array of them, int32.
+
+        >>> Window(4).first_position(np.arange(5)).tolist()
+        [-3, -2, -1, 0, 1]
+        """
+        return position // self.tokens * self.tokens if self.chunked else position - (self.tokens - 1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from pallas_kernels.heads import Heads
+from pallas_kernels.heads import Heads, Window
 
 
 class Segment(NamedTuple):
@@ -59,6 +59,7 @@ class PlanArrays:
     heads: Heads = field(metadata={"static": True})
     request_capacity: int = field(metadata={"static": True})  # B
     query_tokens: int = field(metadata={"static": True})  # T
+    window: Window | None = field(metadata={"static": True})  # how far back query tokens see
     tile_rows: int = field(metadata={"static": True})
     lanes: int = field(metadata={"static": True})  # row tiles that a segment may serve
     page_tokens: int = field(metadata={"static": True})  # of a page of a block: a page of the pool, or a part of one

@@ -26,10 +26,10 @@ def to_requests(tiles: Float[Array, "tiles K R *rest"], call: Call) -> Float[Arr
     return jnp.moveaxis(rows[call.forest.row_of_request], 2, 3).reshape(*requests, heads.num_q_heads, *rest)
 
 
-def positions(call: Call) -> Int[Array, "tiles R"]:
-    """Return the position of every row's query token in its request's context; -1 for rows past the last request."""
+def by_row(position: Int[Array, "B T"], call: Call) -> Int[Array, "tiles R"]:
+    """Return the position that is given for the query token of every row; -1 for rows past the last request."""
     plan = call.plan
-    rows = jnp.repeat(call.query_position[call.forest.request_of_row].reshape(-1), plan.heads.group)
+    rows = jnp.repeat(position[call.forest.request_of_row].reshape(-1), plan.heads.group)
     return jnp.pad(rows, (0, _padding(plan)), constant_values=-1).reshape(plan.num_tiles, plan.tile_rows)
 
 

@@ -3,11 +3,12 @@
     row r sees token i of node n  if  lo(n) <= r < hi(n)             its request reads the node
                                  and  i < length(n)                  the token is there by now
                                  and  start(n) + i <= position(r)    it is not after the query token, with T > 1
+                                 and  start(n) + i >= first(r)       it is in the query token's window, if there is one
 
 Requests are in depth-first order, so the readers of a token are one interval of rows, and two row numbers say who sees
 it: `first | end << 16`, or 0 for nobody. The candidates of a draft tree take the third line into the interval: those
-who see one of them are fewer rows than read the node, and as consecutive. Everything here works on NumPy arrays, on
-JAX arrays and on registers of a kernel.
+who see one of them are fewer rows than read the node, and as consecutive. For the fourth line, a candidate's position
+is the one that its depth gives. Everything here works on NumPy arrays, on JAX arrays and on registers of a kernel.
 """
 
 from typing import Any
@@ -47,6 +48,11 @@ def is_not_after(token_position: Any, query_position: Any) -> Any:
     return token_position <= query_position
 
 
+def is_in_window(token_position: Any, first_position: Any) -> Any:
+    """Whether a window lets a query token, which sees `first_position` and what follows, see a KV token."""
+    return token_position >= first_position
+
+
 def pages_seen(
     length: Int[np.ndarray, " n"],
     start: Int[np.ndarray, " n"],
@@ -65,3 +71,20 @@ def pages_seen(
         return whole, None
     first, last = query_positions
     return np.minimum(whole, (first - start) // page_tokens), (last + steps - start) // page_tokens + 1
+
+
+def pages_behind(
+    length: Int[np.ndarray, " n"],
+    start: Int[np.ndarray, " n"],
+    page_tokens: int,
+    first_positions: Int[np.ndarray, "2 n"],
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """Count the pages of nodes, from the first on, that a window hides from all of their readers, and from some.
+
+    `length` is what nodes may come to hold. `first_positions` are the smallest that a reader sees by now, and the
+    greatest that one may come to see first. Both counts are negative where a node begins after them.
+    """
+    smallest, greatest = first_positions
+    # The last page of a node may be hidden before its last slot is.
+    hidden = np.where(smallest - start < length, (smallest - start) // page_tokens, -(-length // page_tokens))
+    return hidden, -((start - greatest) // page_tokens)

@@ -108,6 +108,14 @@ def renumbered(parent: Sequence[int]) -> list[int]:
     return [-1 if parent[candidate] < 0 else order.index(parent[candidate]) for candidate in order]
 
 
+def first_seen(window, position: int) -> int:
+    """Return the first position that a query token sees by a `Window`, an int for one that slides, or None."""
+    if window is None:
+        return 0
+    tokens, chunked = (window, False) if isinstance(window, int) else (window.tokens, window.chunked)
+    return max(position - position % tokens, 0) if chunked else max(position + 1 - tokens, 0)
+
+
 def active_requests(forest) -> list[int]:
     """Return the request slots that are in use."""
     return [request for request, leaf in enumerate(forest.leaf) if leaf >= 0]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from forests import Tree, ancestry
+from forests import Tree, ancestry, first_seen
 
 from codec_jax import DraftTrees, Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
@@ -17,7 +17,7 @@ from pallas_kernels.hopper.tiling import BLOCKS
 
 PAGES = 192
 NODES = 128
-attend = jax.jit(forest_attention, static_argnames=("scale", "implementation", "return_residuals"))
+attend = jax.jit(forest_attention, static_argnames=("scale", "softcap", "implementation", "return_residuals"))
 attend_mosaic = partial(attend, implementation="mosaic")
 
 
@@ -27,7 +27,7 @@ class Heads(NamedTuple):
     dim: int
 
 
-def plan_of(forest: Forest, heads: Heads, **options: int) -> Plan:
+def plan_of(forest: Forest, heads: Heads, **options: Any) -> Plan:
     """Plan as for an H200, on any machine; forests of up to PAGES pages and one tile or a few share a compilation."""
     sizes = {
         "num_ctas": 132,
@@ -40,12 +40,22 @@ def plan_of(forest: Forest, heads: Heads, **options: int) -> Plan:
     return make_plan(forest, num_q_heads=heads.q, num_kv_heads=heads.kv, head_dim=heads.dim, **(sizes | options))
 
 
-def attend_hopper(query: Any, key_pages: Any, value_pages: Any, forest: Forest, plan: Plan, readers: Any = None) -> Any:
+def attend_hopper(
+    query: Any,
+    key_pages: Any,
+    value_pages: Any,
+    forest: Forest,
+    plan: Plan,
+    readers: Any = None,
+    positions: Any = None,
+    softcap: float | None = None,
+) -> Any:
     """The output of the kernels, without what `forest_attention` does around them."""
     forest = jax.tree.map(jnp.asarray, forest)
     position, arrays = forest.positions(query.shape[1]), arrays_of(forest)
-    call = Call(query, key_pages, value_pages, position, arrays, plan.arrays, plan.guard, readers)
-    return HOPPER.attend(call, Scores(0.1))[0]
+    first = None if plan.arrays.window is None else plan.arrays.window.first_position(position)
+    call = Call(query, key_pages, value_pages, position, first, arrays, plan.arrays, plan.guard, readers, positions)
+    return HOPPER.attend(call, Scores(0.1, softcap))[0]
 
 
 CONFIGS = sorted({(dim, block.tokens) for dim, blocks in BLOCKS.items() for block in blocks})
@@ -60,8 +70,16 @@ class Arrays(NamedTuple):
 
     @classmethod
     def random(
-        cls, forest: Forest, heads: Heads, dtype: Any, seed: int, query_tokens: int = 1, num_pages: int = PAGES
+        cls,
+        forest: Forest,
+        heads: Heads,
+        dtype: Any,
+        seed: int,
+        query_tokens: int = 1,
+        num_pages: int = PAGES,
+        kv_dtype: Any = None,
     ) -> "Arrays":
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
         rng = np.random.default_rng(seed)
         query = rng.normal(size=(forest.request_capacity, query_tokens, heads.q, heads.dim))
         query[~forest.active] = np.nan
@@ -70,9 +88,9 @@ class Arrays(NamedTuple):
         slots = np.unique(np.concatenate(read))
         pages = []
         for sign in (1, -1):
-            tokens = np.full(shape, sign * float(jnp.finfo(dtype).max), np.float32)
+            tokens = np.full(shape, sign * float(jnp.finfo(kv_dtype).max), np.float32)
             tokens[slots] = rng.standard_normal(size=(len(slots), *shape[1:]), dtype=np.float32)
-            pages.append(jnp.asarray(tokens, dtype).reshape(num_pages, forest.page_size, *shape[1:]))
+            pages.append(jnp.asarray(tokens, kv_dtype).reshape(num_pages, forest.page_size, *shape[1:]))
         return cls(jnp.asarray(query, dtype), *pages)
 
 
@@ -91,6 +109,11 @@ class Exact(NamedTuple):
         request: int,
         scale: float | None = None,
         parent: list[int] | None = None,
+        *,
+        softcap: float | None = None,
+        window: Any = None,
+        sinks: Any = None,
+        scales: Any = (1.0, 1.0),
     ) -> "Exact":
         eps = float(jnp.finfo(arrays.query.dtype).eps)
         query = np.asarray(arrays.query[request], np.float64)
@@ -99,16 +122,24 @@ class Exact(NamedTuple):
         kv_heads = arrays.key_pages.shape[2]
         key, value = (
             np.asarray(np.asarray(pages).reshape(-1, kv_heads, head_dim)[slots], np.float64).transpose(1, 0, 2)
-            for pages in arrays[1:]
+            * np.broadcast_to(np.asarray(of_heads, np.float64), kv_heads)[:, None, None]
+            for pages, of_heads in zip(arrays[1:], scales, strict=True)
         )
         rows = query.reshape(tokens, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
         scores = rows @ key[:, None].swapaxes(2, 3) * (head_dim**-0.5 if scale is None else scale)
-        visible = np.arange(len(slots)) <= len(slots) - tokens + np.arange(tokens)[:, None]
+        scores = scores if softcap is None else np.tanh(scores / softcap) * softcap
+        first = len(slots) - tokens
+        position, query_position = np.arange(len(slots)), first + np.arange(tokens)
+        visible = position <= query_position[:, None]
         if parent is not None:
-            visible[:, len(slots) - tokens :] = [
-                [t in ancestry(parent, i) for t in range(tokens)] for i in range(tokens)
-            ]
+            visible[:, first:] = [[t in ancestry(parent, i) for t in range(tokens)] for i in range(tokens)]
+            position[first:] = query_position = [first + len(ancestry(parent, i)) - 1 for i in range(tokens)]
+        visible &= position >= np.asarray([first_seen(window, int(at)) for at in query_position])[:, None]
         scores = np.where(visible, scores, -np.inf)
+        if sinks is not None:  # one more key in the place of a sink, with a value of 0
+            sink = np.asarray(sinks, np.float64).reshape(kv_heads, -1)[..., None, None]
+            scores = np.concatenate([scores, np.broadcast_to(sink, (*scores.shape[:3], 1))], -1)
+            value = np.pad(value, ((0, 0), (0, 1), (0, 0)))
         most = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), -1e300)
         weights = np.exp(scores - most)
         total = weights.sum(axis=-1, keepdims=True)
@@ -119,8 +150,9 @@ class Exact(NamedTuple):
         )
         with np.errstate(divide="ignore"):
             logsumexp = (np.where(total, most, 0.0) + np.log(total))[..., 0]
-        # Half of eps each for weights and result, and a little for float32 sums and exp2.
-        return cls(out, logsumexp.transpose(2, 0, 1).reshape(tokens, q_heads), 1.05 * eps * size + 1e-5)
+        # Half of eps each for weights, result, and the result with sinks, and a little for float32 sums and exp2.
+        error = (1.05 if sinks is None else 1.55) * eps * size + 1e-5
+        return cls(out, logsumexp.transpose(2, 0, 1).reshape(tokens, q_heads), error)
 
 
 def check(
@@ -132,28 +164,37 @@ def check(
     scale: float | None = None,
     implementation: str = "mosaic",
     parent: list[list[int]] | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    scales: Any = (None, None),
 ) -> None:
     """Compare output and residuals of some requests, or of all, with float64 attention; free request slots give 0.
 
-    `parent` gives each request's candidates the candidate above them, in depth-first order.
+    `parent` gives each request's candidates the candidate above them, in depth-first order. The window is the plan's.
     """
     drafts = None if parent is None else DraftTrees.from_parents(np.asarray(parent))
+    given = {"scale": scale, "softcap": softcap, "sinks": sinks}
     out, residuals = attend(
-        *arrays, forest, plan, drafts=drafts, scale=scale, implementation=implementation, return_residuals=True
-    )
+        *arrays, forest, plan, drafts=drafts, implementation=implementation, return_residuals=True,
+        key_scale=scales[0], value_scale=scales[1], **given,
+    )  # fmt: skip
     assert out.dtype == arrays.query.dtype
     out, row_max, row_sum = (np.asarray(x, np.float64) for x in (out, *residuals))
     free = ~np.asarray(forest.active)
     assert (out[free] == 0).all()
-    assert (row_max[free] == -np.inf).all()
-    assert (row_sum[free] == 0).all()
+    assert (row_max[free] == (-np.inf if sinks is None else np.asarray(sinks, np.float32))).all()
+    assert (row_sum[free] == (sinks is not None)).all()
     for request in np.flatnonzero(forest.active) if requests is None else requests:
-        exact = Exact.of(arrays, forest, request, scale, None if parent is None else parent[request])
+        above = None if parent is None else parent[request]
+        factors = [1.0 if factor is None else factor for factor in scales]
+        exact = Exact.of(arrays, forest, request, parent=above, window=plan.arrays.window, scales=factors, **given)
         excess = np.abs(out[request] - exact.out) - exact.error
         assert excess.max() <= 0, f"request {request}: error is {excess.max()} more than {exact.error.max()}"
         with np.errstate(divide="ignore"):
             logsumexp = row_max[request] + np.log(row_sum[request])
-        np.testing.assert_allclose(logsumexp, exact.logsumexp, atol=1e-4, rtol=1e-6)
+        # For pages of one byte, a query times the scale of its keys is rounded to float16.
+        atol = 1e-4 if arrays.key_pages.dtype.itemsize > 1 else 1e-3
+        np.testing.assert_allclose(logsumexp, exact.logsumexp, atol=atol, rtol=1e-6)
 
 
 def grown(tree: Tree, page_size: int = 16, seed: int | None = None, **capacities: int) -> Forest:

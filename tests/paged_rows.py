@@ -7,6 +7,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forests import first_seen
 from hypothesis import strategies as st
 
 from codec_jax.flash_decoding import flash_attn_with_kvcache, plans
@@ -40,31 +41,42 @@ def arrays(seed: int = 0, tokens: int = 1, blocks: int = BLOCKS, page_size: int 
 
 
 def attend_alone(
-    q: np.ndarray, key: np.ndarray, value: np.ndarray, causal: bool, scale: float = HEAD_DIM**-0.5
+    q: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    causal: bool,
+    scale: float = HEAD_DIM**-0.5,
+    *,
+    window: Any = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of q [T, N, H] over key and value [S, K, H] in float64, and its log-sum-exp [N, T]."""
     q, key, value = (np.asarray(x, np.float64) for x in (q, key, value))
     out, lse = np.zeros(q.shape), np.full(q.shape[1::-1], -np.inf)
     for t, head in np.ndindex(q.shape[:2]):
         seen = len(key) - len(q) + t + 1 if causal else len(key)
-        if seen > 0:
-            kv_head = head * key.shape[1] // q.shape[1]
-            scores = key[:seen, kv_head] @ q[t, head] * scale
+        kv_head, first = head * key.shape[1] // q.shape[1], first_seen(window, seen - 1)
+        scores = key[first : max(seen, 0), kv_head] @ q[t, head] * scale
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        scores = scores if sinks is None else np.append(scores, sinks[head])
+        if len(scores):
             weights = np.exp(scores - scores.max())
-            out[t, head] = weights @ value[:seen, kv_head] / weights.sum()
+            seen_values = value[first : max(seen, 0), kv_head]
+            out[t, head] = weights[: len(seen_values)] @ seen_values / weights.sum()
             lse[head, t] = scores.max() + np.log(weights.sum())
     return out, lse
 
 
 def attend_each(
-    given: Arrays, rows: Rows, causal: bool = False, scale: float = HEAD_DIM**-0.5
+    given: Arrays, rows: Rows, causal: bool = False, scale: float = HEAD_DIM**-0.5, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """`attend_alone` for each row over a contiguous copy of what its blocks hold."""
     results = []
     for q, blocks, length in zip(given.q, rows.block_table, rows.cache_seqlens, strict=True):
         used = blocks[: -(-length // given.k_cache.shape[1])]
         key, value = (x[used].reshape(-1, *x.shape[2:])[:length] for x in (given.k_cache, given.v_cache))
-        results.append(attend_alone(q, key, value, causal, scale))
+        results.append(attend_alone(q, key, value, causal, scale, **options))
     return np.stack([out for out, _ in results]), np.stack([lse for _, lse in results])
 
 

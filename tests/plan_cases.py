@@ -4,14 +4,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from forests import ancestry, page_sizes, trees
+from forests import ancestry, first_seen, page_sizes, trees
 from hypothesis import strategies as st
 
-from codec_jax import Forest, PagePool, Plan, make_plan
+from codec_jax import Forest, PagePool, Plan, Window, make_plan
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 #: Pairs of tiles share even the little that small forests have for both.
 TILING = {"num_ctas": 3, "tile_rows": 8, "block_tokens": 32, "min_wide_tokens": 24}
+
+
+WINDOWS = [None, None, None, 1, 7, 16, 30, 1000, Window(8, chunked=True), Window(25, chunked=True)]
 
 
 class Case(NamedTuple):
@@ -51,6 +54,7 @@ def cases(draw):
         "head_dim": 8,
         "steps": steps,
         "query_tokens": draw(st.sampled_from([1, 1, 2, 3, 5])),
+        "window": draw(st.sampled_from(WINDOWS)),
         "num_ctas": draw(st.sampled_from([1, 2, 7, 16])),
         "tile_rows": draw(st.sampled_from([5, 8, 16, 24, 63])),
         "block_tokens": draw(st.sampled_from([1, 16, 32, 48, 128])),
@@ -140,7 +144,8 @@ def visible(plan, case, forest):
         if of is not None:
             request, token = of
             context = forest.context_slots(request)
-            out[row, context[: max(0, len(context) - plan.arrays.query_tokens + token + 1)]] = True
+            position = len(context) - plan.arrays.query_tokens + token
+            out[row, context[first_seen(plan.arrays.window, position) : max(0, position + 1)]] = True
     return out
 
 
@@ -165,8 +170,11 @@ def visits(plan, case, forest):
                 tokens = np.arange(max(0, min(plan.arrays.page_tokens, int(forest.length[page.node]) - page.token)))
                 readers = of_segment[page.lo : page.hi]
                 seen = np.ones((len(readers), len(tokens)), bool)
+                at, of = above[page.node] + page.token + tokens, positions[readers]
                 if plan.arrays.query_tokens > 1:
-                    seen = above[page.node] + page.token + tokens <= positions[readers, None]
+                    seen &= at <= of[:, None]
+                if plan.arrays.window is not None:
+                    seen &= at >= np.asarray([first_seen(plan.arrays.window, position) for position in of])[:, None]
                 out[readers[:, None], segment.head, page.number * plan.arrays.page_tokens + tokens] += seen
     return out
 

@@ -62,18 +62,18 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
     return ref.at[pl.ds(first, count)]
 
 
-def multiply_keys(pipeline: Pipeline, buffer: jax.Array, stage: jax.Array) -> jax.Array:
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
     """Return the products of a tile of the query and a block of keys, [64, block]."""
     parts = _read(pipeline.refs.query_buffers.tiles.at[buffer])  # [H / 64, units, rows, 64]
     rows = jnp.moveaxis(parts.reshape(parts.shape[0], -1, 64), 0, 1).reshape(-1, parts.shape[0] * 64)
     # Rows that are not in use may hold anything on a GPU.
     query = jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)
-    return _multiply(query, _read(pipeline.refs.key_ring.at[stage]).T)
+    return _multiply(query, _read(keys).T)
 
 
-def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: jax.Array, stage: jax.Array) -> list[jax.Array]:
+def multiply_values(_: Pipeline, accs: list[jax.Array], weights: jax.Array, values: Any) -> list[jax.Array]:
     """Add the products of weights [64, block] and a block of values to accumulators, [64, acc_columns] each."""
-    products = _multiply(weights, _read(pipeline.refs.value_ring.at[stage]))
+    products = _multiply(weights, _read(values))
     return [acc + part for acc, part in zip(accs, jnp.split(products, len(accs), axis=1), strict=True)]
 
 

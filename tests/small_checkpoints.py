@@ -35,6 +35,7 @@ LLAMA3 = {
 QWEN3 = {**SIZES, "model_type": "qwen3", "rope_theta": 100.0, "tie_word_embeddings": True, "eos_token_id": 5}
 LLAMA = {**SIZES, "model_type": "llama", "rope_theta": 100.0, "rope_scaling": LLAMA3, "eos_token_id": 5}
 LLAMA_NEWER = {**SIZES, "model_type": "llama", "rope_parameters": {"rope_theta": 100.0, **LLAMA3}}
+QWEN2 = {**SIZES, "model_type": "qwen2", "rope_theta": 100.0, "use_sliding_window": False, "sliding_window": 9}
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (2, 90)).astype(np.int32)
 
 
@@ -61,6 +62,11 @@ def tensors_of(config: dict[str, Any], dtype: Any = np.float32) -> dict[str, np.
         tensors[layer + "mlp.down_proj.weight"] = (hidden, mlp)
         if config["model_type"] == "qwen3":
             tensors |= {layer + f"self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
+        if config["model_type"] == "qwen2":
+            tensors |= {
+                layer + f"self_attn.{name}_proj.bias": (size,)
+                for name, size in zip("qkv", (query, kv, kv), strict=True)
+            }
     return {
         name: (
             rng.uniform(0.5, 1.5, shape) if len(shape) == 1 else 1.5 * rng.normal(size=shape) * shape[1] ** -0.5
@@ -95,7 +101,8 @@ def exact_logits(tensors: dict[str, np.ndarray], config: dict[str, Any], tokens:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.get("rms_norm_eps", 1e-6)) * weight[name + ".weight"]
 
     def heads(x: np.ndarray, name: str) -> np.ndarray:
-        return (x @ weight[name + "_proj.weight"].T).reshape(len(tokens), -1, HEAD_DIM).swapaxes(0, 1)
+        columns = x @ weight[name + "_proj.weight"].T + weight.get(name + "_proj.bias", 0.0)
+        return columns.reshape(len(tokens), -1, HEAD_DIM).swapaxes(0, 1)
 
     def turned(x: np.ndarray) -> np.ndarray:
         pairs = (x[..., : HEAD_DIM // 2] + 1j * x[..., HEAD_DIM // 2 :]) * np.exp(1j * angle)

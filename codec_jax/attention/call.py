@@ -14,10 +14,11 @@ from jaxtyping import Array, Float
 
 from codec_jax import checks
 from codec_jax.attention.backends import check_name, choose
-from codec_jax.attention.draft_mask import readers_of_tokens
+from codec_jax.attention.draft_mask import positions_of_tokens, readers_of_tokens
 from codec_jax.attention.on_mesh import attend_on_mesh, check_divided, check_on_mesh
+from codec_jax.attention.pac_por import add_sinks
 from codec_jax.errors import PlanError
-from codec_jax.forest import DraftTrees, Forest
+from codec_jax.forest import ONE_BYTE, DraftTrees, Forest
 from codec_jax.mesh import TENSOR, axis_size
 from codec_jax.planning import Plan, arrays_of
 from pallas_kernels import Call, Heads, Scores
@@ -35,6 +36,10 @@ def forest_attention(
     *,
     drafts: DraftTrees | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
     implementation: str | None = None,
     return_residuals: Literal[False] = False,
     mesh: Mesh | None = None,
@@ -51,6 +56,10 @@ def forest_attention(
     *,
     drafts: DraftTrees | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
     implementation: str | None = None,
     return_residuals: Literal[True],
     mesh: Mesh | None = None,
@@ -66,6 +75,10 @@ def forest_attention(
     *,
     drafts: DraftTrees | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
     implementation: str | None = None,
     return_residuals: bool = False,
     mesh: Mesh | None = None,
@@ -79,15 +92,23 @@ def forest_attention(
       key_pages: [num_pages, page_size, K, H], N a multiple of K.
       value_pages: [num_pages, page_size, K, V]; every value finite, also where nobody reads (`KVPages` sees to that).
       forest: the paths, in lengths that include the query tokens.
-      plan: from `make_plan` for this forest, head layout and T; with a mesh, for the heads of one device.
+      plan: from `make_plan` for this forest, head layout and T; with a mesh, for the heads of one device. It says how
+        far back query tokens see (`Window`).
       drafts: trees of the T tokens, which are candidates then, in depth-first order and in the request's own leaf: each
         sees the context before them, itself and its ancestors.
       scale: factor on the scores; defaults to 1 / sqrt(H).
-      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, H = V 64, 128 or 256), "xla" (any device),
-        or None for the fastest that this device and these shapes allow; where that is "xla" on a GPU, a warning says
-        why.
-      return_residuals: also return the row maximum of the scaled scores and the row sum of their exponentials,
-        float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`).
+      softcap: bound on the scaled scores s, which become softcap * tanh(s / softcap); None leaves them.
+      sinks: [N], any float dtype: one more logit in the softmax of each q head, neither scaled nor capped, that no
+        value belongs to; None for none.
+      key_scale: [K], any float dtype: factor on the keys of each kv head, for pages of one byte a number (float8_e4m3fn
+        or float8_e5m2; `KVPages.quantisation`); None for 1.
+      value_scale: the same for values.
+      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these or of one byte a number,
+        H = V 64, 128 or 256), "xla" (any device), or None for the fastest of them that this device and these shapes
+        allow; where that is "xla" on a GPU, a warning says why.
+      return_residuals: also return the row maximum of the scores, scaled and capped, and the row sum of their
+        exponentials, float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`). Sinks are in
+        both, so partials that are merged later must not add them again.
       mesh: the devices that query and pages are divided among: along an axis "tensor" by their heads, and along an axis
         "context" the pages, of which each device has an equal run (`PagePool.create(devices=...)`). The output is
         divided by heads. Inside of `jax.shard_map` there is no need for it: everything is one device's there, and a
@@ -109,27 +130,41 @@ def forest_attention(
     Source: CoDec, section 4 (doi 10.1145/3802028).
     """
     given = tuple(map(checks.array, ("query", "key_pages", "value_pages"), (query, key_pages, value_pages)))
+    given += () if sinks is None else (checks.array("sinks", sinks),)
     traced = any(isinstance(x, jax.core.Tracer) for x in given)
-    query, key_pages, value_pages = _without_derivative(*given) if traced else given
+    query, key_pages, value_pages, *rest = _without_derivative(*given) if traced else given
+    sinks = _check_sinks(rest[0], query) if rest else None
+    dtype, is_one_byte = query.dtype, key_pages.dtype.itemsize == 1
+    for name, factor in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if factor is not None:
+            _check_scale(name, factor, key_pages)
+    if is_one_byte:
+        # Scales are factors of queries and outputs, which are float32 here: nothing is rounded twice.
+        query = _scaled(query.astype(jnp.float32), key_scale)
+    scale = None if scale is None else checks.number("scale", scale)
+    if softcap is not None and checks.number("softcap", softcap) <= 0:
+        raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
     if mesh is not None:
         check_on_mesh(mesh, query, key_pages, plan)
         # Forest, plan and drafts may still be on the host here; in the program of the devices they are not.
         _check(query, key_pages, value_pages, forest, plan, drafts, axis_size(mesh, TENSOR))
         check_name(implementation)
-        scale = None if scale is None else checks.number("scale", scale)
-        options: dict[str, Any] = {"scale": scale, "implementation": implementation}
-        arrays = (query, key_pages, value_pages, forest, plan, drafts)
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
+        arrays = (query, key_pages, value_pages, forest, plan, drafts, sinks)
         out, residuals = attend_on_mesh(mesh, forest_attention, *arrays, **options)
+        out = _scaled(out, value_scale).astype(dtype) if is_one_byte else out
         return (out, residuals) if return_residuals else out
-    query = check_divided(query, key_pages, value_pages, plan, is_partial=return_residuals)
+    query = check_divided(query, key_pages, value_pages, plan, is_partial=return_residuals, has_sinks=sinks is not None)
     heads = _check(query, key_pages, value_pages, forest, plan, drafts)
-    scores = Scores(1.0 / math.sqrt(heads.head_dim) if scale is None else checks.number("scale", scale))
+    scores = Scores(1.0 / math.sqrt(heads.head_dim) if scale is None else scale, softcap)
     backend = choose(implementation, heads, scores, plan.arrays)
     forest, plan, drafts = jax.tree.map(jnp.asarray, (forest, plan, drafts))
 
-    guard, readers = plan.guard, None
+    guard, window, readers, positions = plan.guard, plan.arrays.window, None, None
+    position = forest.positions(query.shape[1])
     if drafts is not None:
-        readers = readers_of_tokens(drafts, forest, plan.arrays)
+        position, readers = drafts.positions(forest), readers_of_tokens(drafts, forest, plan.arrays)
+        positions = None if window is None else positions_of_tokens(drafts, forest, plan.arrays)
         # Where only the device knows that the drafts do not fit, the plan is taken for one that does not.
         structure_hash = jnp.where(drafts.fit(forest).all(), guard.structure_hash, ~forest.structure_hash)
         guard = replace(guard, structure_hash=structure_hash)
@@ -137,10 +172,14 @@ def forest_attention(
     key_pages, value_pages = (
         pages.reshape(-1, plan.arrays.page_tokens, *pages.shape[2:]) for pages in (key_pages, value_pages)
     )
-    position = forest.positions(query.shape[1])
-    call = Call(query, key_pages, value_pages, position, arrays_of(forest), plan.arrays, guard, readers)
-    out, row_max, row_sum = backend.attend(call, scores)
-    return (out, (row_max, row_sum)) if return_residuals else out
+    first = None if window is None else window.first_position(position)
+    planned = arrays_of(forest), plan.arrays, guard, readers, positions
+    out, row_max, row_sum = backend.attend(Call(query, key_pages, value_pages, position, first, *planned), scores)
+    residuals = row_max, row_sum
+    if sinks is not None:
+        out, residuals = add_sinks(out, residuals, sinks)
+    out = _scaled(out, value_scale).astype(dtype) if is_one_byte else out
+    return (out, residuals) if return_residuals else out
 
 
 @jax.custom_jvp
@@ -155,6 +194,31 @@ def _refuse(*_: Any) -> NoReturn:
         "forest_attention: expected no derivative, it is for decoding; train with jax.nn.dot_product_attention, or "
         "wrap what goes in in jax.lax.stop_gradient"
     )
+
+
+def _check_sinks(sinks: Array, query: Array) -> Array:
+    """Return the sinks. Raises ValueError unless they are numbers for the q heads."""
+    heads = checks.shape("query", query, B=None, T=None, N=None, H=None)["N"]
+    checks.shape("sinks", sinks, N=heads)
+    checks.float_dtype("sinks", sinks.dtype)
+    return sinks
+
+
+def _check_scale(name: str, scale: Array, key_pages: Array) -> None:
+    """Raise ValueError unless a scale is a number for each kv head, of pages that have scales."""
+    checks.shape("key_pages", key_pages, num_pages=None, page_size=None, K=None, H=None)
+    if key_pages.dtype.itemsize > 1:
+        raise ValueError(f"{name}: expected None for pages of {key_pages.dtype}; scales are for one byte a number")
+    checks.shape(name, checks.array(name, scale), K=key_pages.shape[2])
+    checks.float_dtype(name, scale.dtype)
+
+
+def _scaled(rows: Float[Array, "B T N H"], scale: Float[Array, " K"] | None) -> Float[Array, "B T N H"]:
+    """Multiply the rows of each q head by the scale of its kv head."""
+    if scale is None:
+        return rows
+    of_heads = jnp.repeat(scale.astype(jnp.float32), rows.shape[2] // scale.shape[0])
+    return rows * of_heads[None, None, :, None]
 
 
 def _check(
@@ -174,8 +238,8 @@ def _check(
     checks.instance("plan", plan, Plan)
     checks.shape("query", query, B=forest.request_capacity, T=None, N=None, H=None)
     pages = checks.shape("key_pages", key_pages, num_pages=None, page_size=forest.page_size, K=None, H=query.shape[3])
-    for name, array in (("query", query), ("key_pages", key_pages)):
-        checks.float_dtype(name, array.dtype)
+    checks.float_dtype("query", query.dtype)
+    checks.float_dtype("key_pages", key_pages.dtype, *ONE_BYTE)
     got = (query.shape[1], query.shape[2] // tensor, key_pages.shape[2] // tensor, query.shape[3])
     planned = (plan.arrays.query_tokens, *plan.heads.shape[:3])
     if got != planned:

@@ -1,4 +1,4 @@
-"""The readers of every token of a plan, candidates of draft trees included, as intervals of query rows."""
+"""The readers of every token of a plan, and its position, candidates of draft trees included."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ def readers_of_tokens(drafts: DraftTrees, forest: Forest, plan: PlanArrays) -> I
 
     As in `Page.readers`, rows are counted from the first row of the stream's first tile.
     """
-    page = Page(*jnp.moveaxis(plan.block_pages[..., None], 2, 0))  # [blocks, pages_per_block, 1]
-    token = page.token + jnp.arange(plan.page_tokens, dtype=jnp.int32)[None, None]  # [blocks, pages, page_tokens]
+    page, token = _pages(plan), _tokens(plan)
     tokens, group = plan.query_tokens, plan.heads.group
-    length, row = forest.length[page.node], forest.row_lo[page.node]
-    request = forest.request_of_row[row]  # the only one that reads the node, if it is the leaf of one
-    place = token - (length - tokens)
-    drafted = (forest.leaf[request] == page.node) & (forest.readers[page.node] == 1) & (place >= 0)
-    place = jnp.clip(place, 0, tokens - 1)
+    drafted, request, place = _candidates(forest, plan)
+    row = forest.row_lo[page.node]
     # Rows of the page's readers, which are this request's as far as they are in the stream; none, where it is padding.
     first, count = unpack_readers(page.readers)
     begin = row * tokens * group - _first_row_of_blocks(plan)[:, None, None]
@@ -31,7 +27,34 @@ def readers_of_tokens(drafts: DraftTrees, forest: Forest, plan: PlanArrays) -> I
     begin += place * group
     of_draft = pack_readers(jnp.clip(begin, first, first + count), jnp.clip(end, first, first + count))
     readers = jnp.where(drafted, of_draft, page.readers)
-    return readers_of_token(readers, token, length).reshape(plan.block_pages.shape[0], -1)
+    return readers_of_token(readers, token, forest.length[page.node]).reshape(plan.block_pages.shape[0], -1)
+
+
+def positions_of_tokens(drafts: DraftTrees, forest: Forest, plan: PlanArrays) -> Int[Array, "blocks S"]:
+    """Return the position of each token of each of the plan's blocks: of a candidate, the one that its depth gives."""
+    drafted, request, place = _candidates(forest, plan)
+    position = forest.start[_pages(plan).node] + _tokens(plan)
+    position = jnp.where(drafted, drafts.positions(forest)[request, place], position)
+    return position.reshape(plan.block_pages.shape[0], -1)
+
+
+def _pages(plan: PlanArrays) -> Page:
+    """Return the pages of all blocks, [blocks, pages_per_block, 1]."""
+    return Page(*jnp.moveaxis(plan.block_pages[..., None], 2, 0))
+
+
+def _tokens(plan: PlanArrays) -> Int[Array, "blocks pages_per_block page_tokens"]:
+    """Return the index of each token within its node."""
+    return _pages(plan).token + jnp.arange(plan.page_tokens, dtype=jnp.int32)[None, None]
+
+
+def _candidates(forest: Forest, plan: PlanArrays) -> tuple[Array, Array, Array]:
+    """Tell which tokens are candidates, whose they are, and their place in the tree, [blocks, pages, page_tokens]."""
+    node = _pages(plan).node
+    request = forest.request_of_row[forest.row_lo[node]]  # the only one that reads the node, if it is the leaf of one
+    place = _tokens(plan) - (forest.length[node] - plan.query_tokens)
+    drafted = (forest.leaf[request] == node) & (forest.readers[node] == 1) & (place >= 0)
+    return drafted, request, jnp.clip(place, 0, plan.query_tokens - 1)
 
 
 def _first_row_of_blocks(plan: PlanArrays) -> Int[Array, " blocks"]:

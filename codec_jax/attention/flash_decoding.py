@@ -21,8 +21,9 @@ from codec_jax import checks
 from codec_jax.arrays import HostOrDevice, Integers
 from codec_jax.attention.call import forest_attention
 from codec_jax.attention.plan_cache import CallLayout, PlanCache
-from codec_jax.forest import Forest
+from codec_jax.forest import ONE_BYTE, Forest
 from codec_jax.planning import Plan
+from pallas_kernels import Window
 
 #: The plans of `flash_attn_with_kvcache`: `plans.info()` counts, `plans.clear()` frees their memory.
 plans = PlanCache()
@@ -32,18 +33,17 @@ _WAYS_OUT = {
     "k, v, cu_seqlens_k_new": "arrays cannot be written in place; KVPages.write the new tokens first and count them in "
     "cache_seqlens",
     "rotary_cos, rotary_sin, rotary_seqlens": "rotate q, and k before it is written to the cache",
-    "q_descale, k_descale, v_descale": "quantised caches are not supported; dequantise first",
+    "q_descale": "q is not quantised; multiply it",
     "cache_leftpad": "leave padding pages out of block_table, and start each context at the start of a page",
     "page_table": "pass it as block_table",
     "cu_seqlens_q": "pad q to [batch, seqlen_q, nheads, headdim]",
     "qv": "use codec_jax.latent for values that are part of the keys",
-    "alibi_slopes, window_size, attention_chunk, softcap": "not supported; use flash-attn for such layers",
+    "alibi_slopes": "not supported; use flash-attn for such layers",
+    "s_aux, learnable_sink": "pass it as sinks",
 }
 _REFUSED = {name: way_out for names, way_out in _WAYS_OUT.items() for name in names.split(", ")}
 #: Values that ask for nothing, beside None.
-_NEUTRAL = {"window_size": (-1, -1), "attention_chunk": 0, "softcap": 0, "cache_leftpad": 0} | dict.fromkeys(
-    ("q_descale", "k_descale", "v_descale"), 1
-)
+_NEUTRAL = {"cache_leftpad": 0, "q_descale": 1}
 #: Arguments that say how to compute, not what: the plan decides that, so any value will do.
 _HINTS = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_q", "rotary_interleaved"}
 
@@ -72,6 +72,12 @@ def flash_attn_with_kvcache(
     block_table: Int[np.ndarray, "B max_blocks"] | Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: Sequence[int] | None = (-1, -1),
+    attention_chunk: int | None = 0,
+    softcap: float | None = 0.0,
+    sinks: Float[Array, " N"] | None = None,
+    k_descale: Float[Array, "B K"] | float | None = None,
+    v_descale: Float[Array, "B K"] | float | None = None,
     return_softmax_lse: bool = False,
     implementation: str | None = None,
     **others: Any,
@@ -91,8 +97,18 @@ def flash_attn_with_kvcache(
         NumPy arrays are best: an array on a device is fetched from it, once.
       softmax_scale: factor on the scores; defaults to 1 / sqrt(headdim).
       causal: whether query token t sees only the keys up to seqlen_k - seqlen_q + t; if not, all of the row's.
+      window_size: keys that a query token sees to the left of its own and to the right of it, -1 for all. On the right
+        it is 0, which is causal, or -1; with seqlen_q > 1 a bound on the left takes causal.
+      attention_chunk: where query tokens see their chunk only, its tokens; 0 where they do not. As a bound on the left.
+      softcap: bound on the scaled scores s, which become softcap * tanh(s / softcap); 0 leaves them.
+      sinks: [nheads], one more logit in the softmax of each q head that no value belongs to. Forks of flash-attn have
+        it as `s_aux` or `learnable_sink`.
+      k_descale: [batch, nheads_k], or a number, factors on the keys of a cache of one byte a number (float8_e4m3fn or
+        float8_e5m2); q stays as it is. Rows that share blocks share what these hold, not the factors.
+      v_descale: the same for values.
       return_softmax_lse: also return the natural logarithm of the sum of exponentials, float32
-        [batch, nheads, seqlen_q]; -inf for what sees no key, as in flash-attn 3 (flash-attn 2 says +inf).
+        [batch, nheads, seqlen_q], sinks included; without them -inf for what sees no key, as in flash-attn 3
+        (flash-attn 2 says +inf).
       implementation: as in `forest_attention`.
       others: `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`, `max_seqlen_q` and `rotary_interleaved` say
         how to compute and are ignored. All further arguments of flash-attn 2 and 3 must have their default.
@@ -114,6 +130,11 @@ def flash_attn_with_kvcache(
     q, k_cache, v_cache = (jnp.asarray(x) for x in (q, k_cache, v_cache))
     _check_arrays(q, k_cache, v_cache)
     batch, tokens, num_q_heads, head_dim = q.shape
+    causal, window = _window(window_size, attention_chunk, tokens, causal)
+    cap = checks.number("softcap", softcap or 0.0) or None
+    if sinks is not None:
+        sinks = checks.array("sinks", sinks)
+        checks.shape("sinks", sinks, nheads=num_q_heads)
     scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
     if block_table is None:
         table, page_size = _consecutive_pages(k_cache.shape, batch, cache_batch_idx)
@@ -126,8 +147,13 @@ def flash_attn_with_kvcache(
     lens = _lengths(cache_seqlens, table, batch, page_size)
     if not lens.any():
         empty = jnp.zeros_like(q)
-        return (empty, jnp.full((batch, num_q_heads, tokens), -jnp.inf)) if return_softmax_lse else empty
+        nothing = jnp.full(num_q_heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+        lse = jnp.broadcast_to(nothing[None, :, None], (batch, num_q_heads, tokens))
+        return (empty, lse) if return_softmax_lse else empty
     fold = tokens > 1 and not causal
+    descale = tuple(
+        _descale(name, given, k_cache, batch) for name, given in (("k_descale", k_descale), ("v_descale", v_descale))
+    )
     layout = CallLayout(
         num_q_heads=num_q_heads * tokens if fold else num_q_heads,
         num_kv_heads=k_cache.shape[2],
@@ -135,23 +161,26 @@ def flash_attn_with_kvcache(
         query_tokens=1 if fold else tokens,
         page_size=page_size,
         num_pages=math.prod(k_cache.shape[:2]) // page_size,
+        window=window,
     )
     forest, plan = plans.find(table, lens, layout)
-    out, lse = _attend(q, k_cache, v_cache, forest, plan, scale=scale, fold=fold, implementation=implementation)
+    options = {"scale": scale, "softcap": cap, "implementation": implementation}
+    out, lse = _attend(q, k_cache, v_cache, forest, plan, sinks, descale, fold=fold, **options)
     return (out, lse) if return_softmax_lse else out
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "fold", "implementation"))
+@functools.partial(jax.jit, static_argnames=("fold", "scale", "softcap", "implementation"))
 def _attend(
     q: Array,
     k_cache: Array,
     v_cache: Array,
     forest: Forest,
     plan: Plan,
+    sinks: Array | None,
+    descale: tuple[Array | None, Array | None],
     *,
-    scale: float,
     fold: bool,
-    implementation: Any,
+    **options: Any,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attention and log-sum-exp; `fold` makes the query tokens further q heads, which see every key."""
     batch, tokens, num_q_heads, head_dim = q.shape
@@ -159,19 +188,63 @@ def _attend(
     # In a jitted function cutting a cache into pages copies nothing.
     key_pages, value_pages = (x.reshape(-1, forest.page_size, num_kv_heads, head_dim) for x in (k_cache, v_cache))
     by_kv_head = (batch, tokens, num_kv_heads, num_q_heads // num_kv_heads)
-    query = q
+
+    def multiplied(x: Array, factor: Array | None) -> Array:
+        of_q_heads = None if factor is None else jnp.repeat(factor, by_kv_head[3], axis=1)
+        return x if of_q_heads is None else x.astype(jnp.float32) * of_q_heads[:, None, :, None]
+
+    query = multiplied(q, descale[0])
     if fold:
-        query = q.reshape(*by_kv_head, head_dim).swapaxes(1, 2).reshape(batch, 1, tokens * num_q_heads, head_dim)
-    options = {"scale": scale, "implementation": implementation}
+        query = query.reshape(*by_kv_head, head_dim).swapaxes(1, 2).reshape(batch, 1, tokens * num_q_heads, head_dim)
+        if sinks is not None:
+            sinks = jnp.tile(sinks.reshape(num_kv_heads, -1), (1, tokens)).reshape(-1)
     out, (row_max, row_sum) = forest_attention(
-        query, key_pages, value_pages, forest, plan, return_residuals=True, **options
+        query, key_pages, value_pages, forest, plan, sinks=sinks, return_residuals=True, **options
     )
     lse = row_max + jnp.log(row_sum)
     if fold:
         batch, tokens, num_kv_heads, group = by_kv_head
         out = out.reshape(batch, num_kv_heads, tokens, group, head_dim).swapaxes(1, 2).reshape(q.shape)
         lse = lse.reshape(batch, num_kv_heads, tokens, group).swapaxes(1, 2).reshape(q.shape[:3])
-    return out, lse.swapaxes(1, 2)
+    return multiplied(out, descale[1]).astype(q.dtype), lse.swapaxes(1, 2)
+
+
+def _descale(name: str, given: Any, k_cache: Array, batch: int) -> Float[Array, "B K"] | None:
+    """Return the factors of each row and kv head. Raises ValueError for factors that do not fit the cache."""
+    if given is None:
+        return None
+    if k_cache.dtype.itemsize > 1:
+        if isinstance(given, jax.core.Tracer) or not (np.asarray(given) == 1).all():
+            raise ValueError(
+                f"{name}: expected 1 for a cache of {k_cache.dtype}, got other factors; they are for one byte a number"
+            )
+        return None
+    factors = jnp.asarray(given, jnp.float32)
+    shape = (batch, k_cache.shape[2])
+    if factors.shape not in ((), shape):
+        raise ValueError(f"{name}: expected a number, or one for each row and kv head {shape}, got {factors.shape}")
+    return jnp.broadcast_to(factors, shape)
+
+
+def _window(
+    window_size: Sequence[int] | None, attention_chunk: int | None, tokens: int, causal: bool
+) -> tuple[bool, Window | None]:
+    """Return whether query tokens are causal, and their window. Raises ValueError for bounds that are not supported."""
+    left, right = (-1, -1) if window_size is None else (checks.integer("window_size", x, -1) for x in window_size)
+    chunk = checks.integer("attention_chunk", attention_chunk or 0, 0)
+    if right > 0:
+        raise ValueError(f"window_size: expected -1 or 0 on the right, got {right}; pass causal=True, or ({left}, 0)")
+    if chunk and left >= 0:
+        raise ValueError(
+            f"attention_chunk: expected 0 beside window_size = {(left, right)}, got {chunk}; pass one of them"
+        )
+    causal = causal or right == 0
+    if tokens > 1 and not causal and (chunk or left >= 0):
+        name, got = ("attention_chunk", chunk) if chunk else ("window_size", (left, right))
+        raise ValueError(f"{name}: expected no bound on the left without causal, got {got}; pass causal=True")
+    if chunk:
+        return causal, Window(chunk, chunked=True)
+    return causal, Window(left + 1) if left >= 0 else None
 
 
 def _consecutive_pages(
@@ -224,10 +297,10 @@ def _check_arrays(q: Array, k_cache: Array, v_cache: Array) -> None:
     checks.shape("q", q, batch=None, seqlen_q=None, nheads=None, headdim=None)
     axes = ("num_blocks", "page_block_size", "nheads_k")
     sizes = checks.shape("k_cache", k_cache, **dict.fromkeys(axes), headdim=q.shape[3])
-    for name, array in (("q", q), ("k_cache", k_cache)):
+    for name, array, others in (("q", q, ()), ("k_cache", k_cache, ONE_BYTE)):
         if not array.size:
             raise ValueError(f"{name}: expected numbers, got shape {array.shape}")
-        checks.float_dtype(name, array.dtype)
+        checks.float_dtype(name, array.dtype, *others)
     if q.shape[2] % sizes["nheads_k"]:
         raise ValueError(f"k_cache: expected nheads_k that divides nheads = {q.shape[2]}, got {sizes['nheads_k']}")
     checks.shape("v_cache", v_cache, **sizes)

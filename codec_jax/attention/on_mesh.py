@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from codec_jax import checks
 from codec_jax.attention.exchange import merge_everywhere
+from codec_jax.attention.pac_por import add_sinks
 from codec_jax.errors import PlanError
 from codec_jax.forest import DraftTrees, Forest
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size
@@ -41,10 +42,11 @@ def attend_on_mesh(
     forest: Forest,
     plan: Plan,
     drafts: DraftTrees | None,
+    sinks: Array | None,
     **options: Any,
 ) -> Any:
     """Call `attend`, with these options, on each device, and merge. Raises ValueError for pages elsewhere."""
-    arguments: Any = (query, key_pages, value_pages, plan, forest, drafts)
+    arguments: Any = (query, key_pages, value_pages, plan, sinks, forest, drafts)
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit}
     if explicit:  # where `jax.shard_map` takes only what is divided as it says
 
@@ -64,12 +66,13 @@ def attend_on_mesh(
 
 
 # Outside of a jitted step, `jax.shard_map` would run on all devices operation by operation.
-@partial(jax.jit, static_argnames=("mesh", "attend", "scale", "implementation"))
+@partial(jax.jit, static_argnames=("mesh", "attend", "scale", "softcap", "implementation"))
 def _on_devices(
     query: Array,
     key_pages: Array,
     value_pages: Array,
     plan: Plan,
+    sinks: Array | None,
     forest: Forest,
     drafts: DraftTrees | None,
     *,
@@ -77,19 +80,22 @@ def _on_devices(
     attend: Callable[..., Any],
     **options: Any,
 ) -> Any:
-    def local(query: Array, key_pages: Array, value_pages: Array, plan: Plan, *everywhere: Any) -> Any:
+    def local(
+        query: Array, key_pages: Array, value_pages: Array, plan: Plan, sinks: Array | None, *everywhere: Any
+    ) -> Any:
         forest, drafts = everywhere
         here = (query, key_pages, value_pages, forest, plan.local())
         out, (row_max, row_sum) = attend(*here, drafts=drafts, return_residuals=True, **options)
         if CONTEXT in mesh.axis_names:
             out, row_max, row_sum = merge_everywhere(out, row_max, row_sum, CONTEXT)
-        return out, (row_max, row_sum)
+        residuals = row_max, row_sum
+        return (out, residuals) if sinks is None else add_sinks(out, residuals, sinks)
 
     specs = _specs(mesh, plan)
     on_devices = jax.shard_map(
         local, mesh=mesh, in_specs=tuple(specs), out_specs=(specs.query, (specs.query, specs.query))
     )
-    return on_devices(query, key_pages, value_pages, plan, forest, drafts)
+    return on_devices(query, key_pages, value_pages, plan, sinks, forest, drafts)
 
 
 class _Specs(NamedTuple):
@@ -99,6 +105,7 @@ class _Specs(NamedTuple):
     key_pages: PartitionSpec
     value_pages: PartitionSpec
     plan: Plan
+    sinks: PartitionSpec
     forest: PartitionSpec
     drafts: PartitionSpec
 
@@ -106,7 +113,8 @@ class _Specs(NamedTuple):
 def _specs(mesh: Mesh, plan: Plan) -> _Specs:
     context, tensor = (axis if axis in mesh.axis_names else None for axis in (CONTEXT, TENSOR))
     pages = PartitionSpec(context, None, tensor, None)
-    return _Specs(PartitionSpec(None, None, tensor), pages, pages, plan.specs, PartitionSpec(), PartitionSpec())
+    by_head = PartitionSpec(None, None, tensor)
+    return _Specs(by_head, pages, pages, plan.specs, PartitionSpec(tensor), PartitionSpec(), PartitionSpec())
 
 
 def _check_placed(name: str, pages: Array, expected: PartitionSpec) -> None:
@@ -119,7 +127,9 @@ def _check_placed(name: str, pages: Array, expected: PartitionSpec) -> None:
         )
 
 
-def check_divided(query: Array, key_pages: Array, value_pages: Array, plan: Plan, *, is_partial: bool) -> Array:
+def check_divided(
+    query: Array, key_pages: Array, value_pages: Array, plan: Plan, *, is_partial: bool, has_sinks: bool
+) -> Array:
     """Return the query, in a form that only one device's program takes.
 
     Raises ValueError for arrays or a plan that are divided among devices. Where `jax.jit` divides a program by itself,
@@ -150,6 +160,11 @@ def check_divided(query: Array, key_pages: Array, value_pages: Array, plan: Plan
             raise ValueError(
                 f"return_residuals: expected True, for the plan is of the pages on one of {plan.homes.devices} "
                 "devices, got False; merge what comes out by codec_jax.partial.merge_everywhere"
+            )
+        if has_sinks:
+            raise ValueError(
+                f"sinks: expected None, for the plan is of the pages on one of {plan.homes.devices} devices, got an "
+                "array; add them once, by codec_jax.partial.add_sinks, to what merge_everywhere returns"
             )
     return _of_one_device(query)
 

@@ -22,7 +22,7 @@ class Partial:
     """Attention of rows over some of their tokens, float32. Rows that saw no token have max = -inf, the rest 0."""
 
     out: Float[Array, "*rows H"]  # normalised by `sum`
-    max: Float[Array, "*rows"]  # greatest score, scaled
+    max: Float[Array, "*rows"]  # greatest score, scaled and capped
     sum: Float[Array, "*rows"]  # sum of exp(score - max)
 
     @classmethod
@@ -47,6 +47,7 @@ def pac(
     value: Float[Array, "*batch S H"],
     mask: Bool[Array, "*batch R S"],
     scale: float,
+    softcap: float | None = None,
 ) -> Partial:
     """Partial attention of R query rows over S tokens.
 
@@ -56,6 +57,7 @@ def pac(
       value: [..., S, H].
       mask: [..., R, S], true where a row sees a token.
       scale: factor on the scores.
+      softcap: bound on the scaled scores s, which become softcap * tanh(s / softcap); None leaves them.
 
     >>> from codec_jax.partial import pac
     >>> pac(jnp.ones((2, 4)), jnp.ones((3, 4)), jnp.ones((3, 4)), jnp.ones((2, 3), bool), scale=0.5).sum.tolist()
@@ -65,6 +67,8 @@ def pac(
     """
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     scores = jnp.einsum("...rh,...sh->...rs", query, key, precision=_HIGHEST) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask, scores, -jnp.inf)
     row_max = scores.max(axis=-1)
     weights = jnp.exp(scores - _finite(row_max)[..., None])
@@ -114,6 +118,36 @@ def por_segments(partials: Partial, stream: Int[Array, " segments"], num_streams
     row_sum = jax.ops.segment_sum(sums, stream, num_streams)
     out = jax.ops.segment_sum(partials.out * sums[..., None], stream, num_streams)
     return Partial(_divide(out, row_sum), row_max, row_sum)
+
+
+def add_sinks(
+    out: Float[Array, "B T N V"],
+    residuals: tuple[Float[Array, "B T N"], Float[Array, "B T N"]],
+    sinks: Float[Array, " N"],
+) -> tuple[Float[Array, "B T N V"], tuple[Float[Array, "B T N"], Float[Array, "B T N"]]]:
+    """Add the attention sink of each q head, one more logit in the softmax that no value belongs to.
+
+    It is POR with a constant partial, so it is added once, after all others are merged.
+
+    Args:
+      out: [B, T, N, V], attention normalised by its own sum.
+      residuals: row maximum and row sum, float32 [B, T, N] each.
+      sinks: [N], logits as they are: neither scaled nor capped.
+
+    Returns the same with the sinks in. A row that saw no token has out 0, its sink for a maximum, and sum 1.
+
+    >>> from codec_jax.partial import add_sinks
+    >>> rows = jnp.ones((2, 1, 8))
+    >>> out, (row_max, row_sum) = add_sinks(jnp.ones((2, 1, 8, 64)), (rows, rows), jnp.ones(8))
+    >>> row_sum[0, 0, 0].item(), out[0, 0, 0, 0].item()
+    (2.0, 0.5)
+
+    Source: StreamingLLM, section 3 (arXiv 2309.17453), as GPT-OSS has it; CoDec, section 4, equation of POR.
+    """
+    logit = jnp.broadcast_to(sinks.astype(jnp.float32), residuals[0].shape)
+    sink = Partial(jnp.zeros(out.shape, jnp.float32), logit, jnp.ones_like(logit))
+    merged = por(Partial(out.astype(jnp.float32), *residuals), sink)
+    return merged.out.astype(out.dtype), (merged.max, merged.sum)
 
 
 def _finite(row_max: Float[Array, "*rows"]) -> Float[Array, "*rows"]:

@@ -16,6 +16,7 @@ from jaxtyping import Int
 from codec_jax import checks
 from codec_jax.forest import Forest
 from codec_jax.planning import Plan, make_plan
+from pallas_kernels import Window
 
 #: Tokens that each row may grow by under one plan, as far as the table lists pages for them.
 STEPS = 16
@@ -32,6 +33,7 @@ class CallLayout(NamedTuple):
     query_tokens: int
     page_size: int
     num_pages: int
+    window: Window | None = None
 
 
 class CacheInfo(NamedTuple):
@@ -116,7 +118,7 @@ class _Planned(NamedTuple):
             )
         forest = _with_pages_ahead(forest, table, layout.num_pages)
         heads = {name: getattr(layout, name) for name in ("num_q_heads", "num_kv_heads", "head_dim", "query_tokens")}
-        plan = make_plan(forest, steps=STEPS, **heads)
+        plan = make_plan(forest, steps=STEPS, window=layout.window, **heads)
         room = np.where(forest.leaf >= 0, (plan.guard.max_length - plan.guard.min_length)[forest.leaf], 0)
         # The caller may change the table in place.
         return cls(layout, table.copy(), lens, room, forest, lens, _on_device(forest), _on_device(plan))

@@ -16,7 +16,7 @@ from codec_jax.attention.pac_por import Partial, pac, por, por_segments
 from codec_jax.planning.tiling import any_device
 from pallas_kernels import Call, Family, Heads, Scores, query_rows
 from pallas_kernels.plan_format import Page, PlanArrays, Segment
-from pallas_kernels.token_mask import is_not_after, is_reader, readers_of_token, unpack_readers
+from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, readers_of_token, unpack_readers
 from pallas_kernels.varying import vary_like
 
 
@@ -45,7 +45,9 @@ XLA = Family("xla", why_not, any_device, attend)
 def _segments(call: Call, scores: Scores) -> Partial:
     """Compute the partials of all segments, [num_partials, R]."""
     plan = call.plan
-    tiles, position = query_rows.to_tiles(call), query_rows.positions(call)  # [tiles, K, R, H], [tiles, R]
+    tiles = query_rows.to_tiles(call)  # [tiles, K, R, H]
+    position = query_rows.by_row(call.query_position, call)  # [tiles, R]
+    first_position = None if call.first_position is None else query_rows.by_row(call.first_position, call)
     num_rows, head_dim, value_dim, lanes = *tiles.shape[2:], call.value_pages.shape[3], plan.lanes
     num_segments, last_segment = plan.segments.shape[0], plan.cta_ptr[1:]  # [C], exclusive
     num_ctas = last_segment.shape[0]
@@ -67,8 +69,15 @@ def _segments(call: Call, scores: Scores) -> Partial:
             tiles[tile, head[:, None]].reshape(*rows, head_dim),
             call.key_pages[pages.page_id, :, head[:, None]].reshape(num_ctas, -1, head_dim),  # [C, S, H]
             call.value_pages[pages.page_id, :, head[:, None]].reshape(num_ctas, -1, value_dim),
-            _mask(call, block, pages, position[tile].reshape(rows)),
+            _mask(
+                call,
+                block,
+                pages,
+                position[tile].reshape(rows),
+                None if first_position is None else first_position[tile].reshape(rows),
+            ),
             scores.scale,
+            scores.softcap,
         )
         running = por(running, partial)
         # Where a segment ends, its partials are stored and the lane starts afresh with the next one.
@@ -95,7 +104,13 @@ def _segments(call: Call, scores: Scores) -> Partial:
     return lax.while_loop(lambda carry: (carry[0] < last_segment).any(), step, carry)[3]
 
 
-def _mask(call: Call, block: Int[Array, " C"], pages: Page, query_position: Int[Array, "C R"]) -> Bool[Array, "C R S"]:
+def _mask(
+    call: Call,
+    block: Int[Array, " C"],
+    pages: Page,
+    query_position: Int[Array, "C R"],
+    first_position: Int[Array, "C R"] | None,
+) -> Bool[Array, "C R S"]:
     """Tell which rows see which tokens of each thread block's block."""
     num_ctas, num_rows = query_position.shape
     forest, offset = call.forest, jnp.arange(call.plan.page_tokens, dtype=jnp.int32)[None, None]
@@ -106,7 +121,13 @@ def _mask(call: Call, block: Int[Array, " C"], pages: Page, query_position: Int[
         readers = readers_of_token(pages.readers[..., None], token, forest.length[pages.node][..., None])
     first, count = unpack_readers(readers.reshape(num_ctas, 1, -1))
     mask = is_reader(jnp.arange(num_rows, dtype=jnp.int32)[None, :, None], first, count)
-    if call.plan.query_tokens > 1 and call.readers_of_tokens is None:
-        position = (forest.start[pages.node][..., None] + token).reshape(num_ctas, 1, -1)
-        mask &= is_not_after(position, query_position[..., None])
+    causal = call.plan.query_tokens > 1 and call.readers_of_tokens is None
+    if causal or first_position is not None:
+        position = call.positions_of_tokens
+        position = forest.start[pages.node][..., None] + token if position is None else position[block]
+        position = position.reshape(num_ctas, 1, -1)
+        if causal:
+            mask &= is_not_after(position, query_position[..., None])
+        if first_position is not None:
+            mask &= is_in_window(position, first_position[..., None])
     return mask

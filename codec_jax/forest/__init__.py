@@ -2,7 +2,8 @@
 
 from codec_jax.forest.draft_trees import DraftTrees
 from codec_jax.forest.forest import Forest
-from codec_jax.forest.pages import NO_SLOT, KVPages, PagePool, finite
+from codec_jax.forest.kv_pages import NO_SLOT, ONE_BYTE, KVPages, Quantisation, finite
+from codec_jax.forest.pages import PagePool
 from codec_jax.forest.prefix_cache import PrefixCache
 from codec_jax.forest.token_tree import Match
 from codec_jax.forest.tree import FREE, NO_NODE, ROOT, Tree
@@ -11,6 +12,7 @@ __all__ = [
     "FREE",
     "NO_NODE",
     "NO_SLOT",
+    "ONE_BYTE",
     "ROOT",
     "DraftTrees",
     "Forest",
@@ -18,6 +20,7 @@ __all__ = [
     "Match",
     "PagePool",
     "PrefixCache",
+    "Quantisation",
     "Tree",
     "finite",
 ]

@@ -29,7 +29,8 @@ from codec_jax import checks, drawing
 from codec_jax.arrays import HostOrDevice, Integers, bucket, padded, to_int32
 from codec_jax.forest import edits
 from codec_jax.forest.depth_first import depth_first
-from codec_jax.forest.pages import NO_SLOT, PagePool
+from codec_jax.forest.kv_pages import NO_SLOT
+from codec_jax.forest.pages import PagePool
 from codec_jax.forest.radix_tree import shared_pages, shared_tokens
 from codec_jax.forest.tree import FREE, NO_NODE, Tree, check_slots, check_tree
 

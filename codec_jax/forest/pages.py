@@ -1,27 +1,20 @@
-"""Pages of KV memory: which are taken (host), and the arrays that hold the tokens (device).
+"""Which pages of KV memory are taken; on the host.
 
-`PagePool` counts the owners of each physical page; forests take pages from it and give them back. `KVPages` are the
-K and V arrays of one layer in the layout of PagedAttention and FlashDecoding. Both are immutable: every operation
-returns a new value and leaves its input as it was.
+`PagePool` counts the owners of each physical page; forests take pages from it and give them back. It is immutable:
+every operation returns a new value and leaves its input as it was.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from codec_jax import checks
-from codec_jax.arrays import HostOrDevice, expand, to_int32
+from codec_jax.arrays import expand
 from codec_jax.errors import OutOfPagesError
 from codec_jax.forest.homes import Homes
-
-#: A token slot that is out of every pool's bounds: what is written to it is dropped.
-NO_SLOT = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -179,109 +172,3 @@ class PagePool:
         owners = self.owners.copy()
         owners[free] = 1
         return replace(self, owners=owners), free.astype(np.int32)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KVPages:
-    """K and V of one layer, `[num_pages, page_size, K, H]` each; every entry of `value` must be finite.
-
-    Requests that share a tile of query rows pass over each other's pages with weights of 0, and so do all of them
-    over slots past a node's end. A NaN or infinity in `value` would survive that (0 x NaN is NaN) and reach another
-    request: `zeros` and `write` let none in. One in `key` stays with the requests that read it.
-    """
-
-    key: Float[Array, "num_pages page_size K H"]
-    value: Float[Array, "num_pages page_size K H"]
-
-    @classmethod
-    def zeros(
-        cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike = jnp.bfloat16
-    ) -> KVPages:
-        """Return empty pages.
-
-        Args:
-          num_pages: pages of the pool.
-          page_size: tokens in a page, as in the forest.
-          num_kv_heads: K, kv heads.
-          head_dim: H, numbers of a head.
-          dtype: of K and V; they are rounded to it when they are written.
-
-        >>> KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64).key.shape
-        (4, 16, 2, 64)
-        """
-        shape = (num_pages, page_size, num_kv_heads, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-    def write(self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> KVPages:
-        """Store one K and V row per token slot. Jittable; with donated pages the update is in place.
-
-        Entries of V that are not finite in the pages' dtype are stored as 0. K is stored as it is, so that a request
-        whose own numbers have blown up still sees NaN.
-
-        Args:
-          slots: [B, T], token slots (page * page_size + offset) from `Forest.slots`; rows for slots out of bounds
-            (`NO_SLOT`, or negative) are dropped.
-          key: [B, T, K, H], a row of K heads for each slot, in any float dtype.
-          value: [B, T, K, H].
-
-        Raises ValueError unless slots are integers and there is one row for each.
-
-        >>> pages = KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.float32)
-        >>> row = jnp.ones((1, 1, 2, 64))
-        >>> float(pages.write(np.array([[17]]), row, row).key[1, 1].sum())
-        128.0
-        """
-        where = _in_bounds("slots", slots)
-
-        def store(name: str, pages: Array, rows: Array) -> Array:
-            expected = (*where.shape, *pages.shape[2:])
-            if rows.shape != expected:
-                raise ValueError(f"{name}: expected shape {expected}, a row for each slot, got {rows.shape}")
-            return _tokens(pages).at[where].set(rows, mode="drop").reshape(pages.shape)
-
-        key, value = jnp.asarray(key), finite(jnp.asarray(value), self.value.dtype)
-        return KVPages(store("key", self.key, key.astype(self.key.dtype)), store("value", self.value, value))
-
-    def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> KVPages:
-        """Copy K and V from token slots to token slots, all read before any is written. Jittable.
-
-        Args:
-          source: [B, T], token slots to read.
-          target: [B, T], token slots to write. Where either slot is out of bounds, nothing is copied.
-
-        Raises ValueError for slots of different shapes.
-
-        >>> pages = KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64)
-        >>> pages = pages.move(np.array([[33, 34]]), np.array([[17, 18]]))
-        """
-        source, target = _in_bounds("source", source), _in_bounds("target", target)
-        if source.shape != target.shape:
-            raise ValueError(f"target: expected shape {source.shape}, that of source, got {target.shape}")
-
-        def copy(pages: Array) -> Array:
-            tokens = _tokens(pages)
-            rows = tokens.at[source].get(mode="fill", fill_value=0)
-            to = jnp.where(source < tokens.shape[0], target, NO_SLOT)
-            return tokens.at[to].set(rows, mode="drop").reshape(pages.shape)
-
-        return KVPages(copy(self.key), copy(self.value))
-
-
-def finite(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """Return values in a dtype, which makes infinities of large ones, with 0 for what is not finite there."""
-    cast = values.astype(dtype)
-    return jnp.where(jnp.isfinite(cast), cast, 0)
-
-
-def _tokens(pages: Float[Array, "num_pages page_size K H"]) -> Float[Array, "slots K H"]:
-    return pages.reshape(-1, *pages.shape[2:])
-
-
-def _in_bounds(name: str, slots: HostOrDevice) -> Int[Array, "B T"]:
-    """Return token slots as int32; negative ones, from where an index would count from the end, as NO_SLOT."""
-    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
-    if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected token slots, integers, got {slots.dtype} of shape {slots.shape}")
-    slots = jnp.asarray(to_int32(slots, minimum=-1))
-    return jnp.where(slots < 0, NO_SLOT, slots)

@@ -12,12 +12,27 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.attention import forest_attention
+from codec_jax.attention.pac_por import add_sinks
 from codec_jax.forest import NO_SLOT, DraftTrees, Forest, KVPages
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.planning import Plan
+from pallas_kernels import Window
+
+#: A plan, or one for each of a model's windows.
+Plans = Plan | tuple[Plan, ...]
+
+
+class Scoring(NamedTuple):
+    """How a layer makes weights of queries and keys."""
+
+    window: Window | None
+    scale: float | None  # None: 1 / sqrt(H)
+    softcap: float | None
+    sinks: Float[Array, " n"] | None  # of the heads that a device has after partials are merged; float32
+
 
 #: How rows attend whose K and V are in the pages already.
-Attend = Callable[[Float[Array, "B T N H"], KVPages], Float[Array, "B T N H"]]
+Attend = Callable[[Float[Array, "B T N H"], KVPages, Scoring], Float[Array, "B T N H"]]
 
 
 class Batch(NamedTuple):
@@ -25,7 +40,7 @@ class Batch(NamedTuple):
 
     tokens: Int[Array, "B T"]  # with drafts they are candidates, in depth-first order
     forest: Forest
-    plan: Plan
+    plan: Plans
     store: Bool[Array, "B T"] | bool = True  # false for tokens that are computed but not stored
     drafts: DraftTrees | None = None
 
@@ -57,17 +72,42 @@ def attend(
     parallel: Parallel,
     query: Float[Array, "B T N H"],
     pages: KVPages,
+    scoring: Scoring,
 ) -> Float[Array, "B T n H"]:
     """Attend in each batch over its own forest and plan; of several devices each gets its part of the heads."""
+    quantisation = pages.quantisation
+    key_scale, value_scale = (None, None) if quantisation is None else quantisation[:2]
     partials = [
         forest_attention(
-            part, pages.key, pages.value, batch.forest, batch.plan.local(), drafts=batch.drafts,
-            implementation=implementation, return_residuals=True,
+            part, pages.key, pages.value, batch.forest, _plan_for(batch.plan, scoring.window).local(),
+            drafts=batch.drafts, scale=scoring.scale, softcap=scoring.softcap, key_scale=key_scale,
+            value_scale=value_scale, implementation=implementation, return_residuals=True,
         )
         for part, batch in zip(parted(query, batches), batches, strict=True)
     ]  # fmt: skip
     out, (row_max, row_sum) = jax.tree.map(lambda *parts: _join(parts), *partials)
-    return parallel.merge(out, row_max, row_sum)
+    out, *residuals = parallel.merge(out, row_max, row_sum)
+    # Here, so that they count once however many devices have a part of a row.
+    return out if scoring.sinks is None else add_sinks(out, (residuals[0], residuals[1]), scoring.sinks)[0]
+
+
+def check_plans(plans: Plans, windows: Sequence[Window | None]) -> None:
+    """Raise ValueError unless there is a plan for each window of a model."""
+    given = [plan.arrays.window for plan in all_plans(plans)]
+    if len(given) != len(windows) or set(given) != set(windows):
+        raise ValueError(
+            f"plan: expected {len(windows)} for the windows of the model's layers, {list(windows)}, got {len(given)} "
+            f"for {given}; make one with each of config.windows_used"
+        )
+
+
+def _plan_for(plans: Plans, window: Window | None) -> Plan:
+    return next(plan for plan in all_plans(plans) if plan.arrays.window == window)
+
+
+def all_plans(plans: Plans) -> tuple[Plan, ...]:
+    """Return the plans of a model in the order of its windows: first that of the layers that see everything, if any."""
+    return (plans,) if isinstance(plans, Plan) else plans
 
 
 def _rows_of(batch: Batch) -> Rows:

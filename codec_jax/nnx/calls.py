@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.nnx.decoder import DecoderConfig
+from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.request import Request, Update
 

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of Qwen3 and Llama: a directory with config.json, *.safetensors and tokenizer.json.
+"""Hugging Face checkpoints: a directory with config.json, *.safetensors and tokenizer.json.
 
     open_checkpoint   config, tokenizer, chat template and the headers of all tensors; one error for all that is wrong
     Checkpoint.load   parameter by parameter from the mapped files to the device, in the dtype that is wanted; to each
@@ -30,35 +30,14 @@ from tokenizers import Tokenizer
 
 from codec_jax import checks
 from codec_jax.nnx.chat import ChatTemplate, read_chat_template
-from codec_jax.nnx.checkpoint_config import read_config, read_max_context, read_stop_tokens, shown
-from codec_jax.nnx.decoder import Decoder, DecoderConfig
+from codec_jax.nnx.checkpoint_config import is_mxfp4, read_config, read_max_context, read_stop_tokens
+from codec_jax.nnx.checkpoint_values import shown
+from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.shards import Cut, PlacedDecoder, assembled, check_sizes
+from codec_jax.nnx.tensors import UNNEEDED, Layout, arranged, parts_of
 from codec_jax.nnx.weights import filled, parameter_shapes
-
-#: Parameter of `Decoder` -> the tensors whose rows are its columns, one tensor after the other; or that are the
-#: parameter as it is, if it is no `nnx.Linear`.
-_TENSORS: dict[str, tuple[str, ...]] = {
-    "embedding.embedding": ("model.embed_tokens",),
-    "norm.scale": ("model.norm",),
-    "head.kernel": ("lm_head",),
-}
-#: The same in each of `Decoder.blocks`.
-_TENSORS_OF_BLOCK: dict[str, tuple[str, ...]] = {
-    "attention_norm.scale": ("input_layernorm",),
-    "attention.query_key_value.kernel": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.query_norm.scale": ("self_attn.q_norm",),
-    "attention.key_norm.scale": ("self_attn.k_norm",),
-    "attention.out.kernel": ("self_attn.o_proj",),
-    "mlp_norm.scale": ("post_attention_layernorm",),
-    "mlp.gate_up.kernel": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down.kernel": ("mlp.down_proj",),
-}
-
-#: Older files have them; they follow from the config.
-_UNNEEDED = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-
-_DTYPES = ("BF16", "F16", "F32")
 
 
 class _Tensor(NamedTuple):
@@ -67,6 +46,13 @@ class _Tensor(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+class Source(NamedTuple):
+    """What a parameter is made of."""
+
+    layout: Layout
+    tensors: tuple[tuple[Path, str], ...]  # file and name of each
 
 
 @dataclass(frozen=True)
@@ -79,16 +65,30 @@ class Checkpoint:
     stop_tokens: tuple[int, ...]  # those that end a text
     max_context: int  # tokens that the model was made for
     files: frozenset[Path]  # all that were read or will be
-    sources: Mapping[str, tuple[tuple[Path, str], ...]]  # file and name of each tensor that a parameter is made of
+    sources: Mapping[str, Source]  # by the dotted path of each parameter
 
     @overload
-    def load(self, dtype: DTypeLike = jnp.bfloat16, *, mesh: None = None, progress: bool = False) -> Decoder: ...
+    def load(
+        self,
+        dtype: DTypeLike = jnp.bfloat16,
+        *,
+        kv_dtype: DTypeLike | None = None,
+        mesh: None = None,
+        progress: bool = False,
+    ) -> Decoder: ...
 
     @overload
-    def load(self, dtype: DTypeLike = jnp.bfloat16, *, mesh: Mesh, progress: bool = False) -> PlacedDecoder: ...
+    def load(
+        self, dtype: DTypeLike = jnp.bfloat16, *, kv_dtype: DTypeLike | None = None, mesh: Mesh, progress: bool = False
+    ) -> PlacedDecoder: ...
 
     def load(
-        self, dtype: DTypeLike = jnp.bfloat16, *, mesh: Mesh | None = None, progress: bool = False
+        self,
+        dtype: DTypeLike = jnp.bfloat16,
+        *,
+        kv_dtype: DTypeLike | None = None,
+        mesh: Mesh | None = None,
+        progress: bool = False,
     ) -> Decoder | PlacedDecoder:
         """Read the weights to the default device, or to those of a mesh, one parameter after another.
 
@@ -97,6 +97,7 @@ class Checkpoint:
 
         Args:
           dtype: float32, bfloat16 or float16, of weights, activations and KV cache, whatever the files have.
+          kv_dtype: of the KV cache alone: float8_e4m3fn takes one byte a number.
           mesh: devices along axes "context" and "tensor", among which the weights are divided.
           progress: show a bar.
 
@@ -108,17 +109,22 @@ class Checkpoint:
         >>> logits = jax.jit(model)(np.asarray([[1, 2, 3]]))  # [B, T, V], float32
         """
         checks.float_dtype("dtype", dtype)
-        config, parallel = replace(self.config, dtype=dtype, param_dtype=dtype), Parallel.of(mesh)
+        config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype)
+        parallel = Parallel.of(mesh)
         check_sizes(config, parallel)
         with ExitStack() as stack:
-            files = {file for sources in self.sources.values() for file, _ in sources}
+            files = {file for source in self.sources.values() for file, _ in source.tensors}
             opened = {file: stack.enter_context(safe_open(file, framework="numpy")) for file in files}
 
             def weight(path: str, parameter: jax.ShapeDtypeStruct) -> Array:
-                cut, tensors = Cut.of(config, parallel, path, parameter.shape), []
-                for part, (file, name) in enumerate(self.sources[path]):
-                    tensors.append(_read(opened[file].get_slice(name), cut, part, _is_linear(path), mesh))
-                return _place(tensors, _is_linear(path), dtype, cut, mesh)
+                cut, (layout, sources), tensors = (
+                    Cut.of(config, parallel, path, parameter.shape),
+                    self.sources[path],
+                    [],
+                )
+                for part, (file, name) in enumerate(sources):
+                    tensors.append(_read(opened[file].get_slice(name), cut, part, layout == "linear", mesh))
+                return _place(tensors, layout, parameter.shape, dtype, cut, mesh)
 
             graph, weights = filled(config, weight, progress=progress)
         if mesh is None:
@@ -127,7 +133,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Read everything but the weights of a Hugging Face checkpoint of the Qwen3 or Llama family.
+    """Read everything but the weights of a Hugging Face checkpoint of one of the families that `Decoder` computes.
 
     Args:
       directory: holds config.json, model.safetensors or its shards (with or without an index) in float32, bfloat16 or
@@ -159,13 +165,15 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         config = read_config(given, problems)
         max_context = read_max_context(given, problems)
         stop_tokens = read_stop_tokens(given, generation or {}, problems)
-        sources = {} if config is None else _match(config, headers, problems)
+        sources = {} if config is None else _match(config, headers, is_mxfp4(given), problems)
         if tokenizer is not None and type(given.get("vocab_size")) is int:
             first = [given["bos_token_id"]] if type(given.get("bos_token_id")) is int else []
             _check_tokens(tokenizer, given["vocab_size"], [*first, *stop_tokens], problems)
     if problems or config is None or tokenizer is None:
         raise ValueError("\n  ".join([f"{directory}: expected a checkpoint that the decoder can run, but", *problems]))
-    read = {file for file in files if file.exists()} | {file for tensors in sources.values() for file, _ in tensors}
+    read = {file for file in files if file.exists()} | {
+        file for source in sources.values() for file, _ in source.tensors
+    }
     return Checkpoint(config, tokenizer, chat_template, stop_tokens, max_context, frozenset(read), sources)
 
 
@@ -198,7 +206,9 @@ def _read_tokenizer(file: Path, problems: list[str]) -> Tokenizer | None:
 
 def _check_tokens(tokenizer: Tokenizer, vocab_size: int, special: list[int], problems: list[str]) -> None:
     """The tokenizer may have fewer tokens than the embedding has rows, which are often padded, but no others."""
-    beyond = sorted(token for token in tokenizer.get_vocab().values() if token >= vocab_size)
+    # Special ones may be those of a relative that takes images, as in Gemma 3: a prompt that has one is refused.
+    specials = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    beyond = sorted(token for token in set(tokenizer.get_vocab().values()) - specials if token >= vocab_size)
     if beyond:
         problems.append(
             f"tokenizer.json: expected tokens in [0, {vocab_size}), the vocabulary of config.json, "
@@ -269,7 +279,7 @@ def _read_index(file: Path, problems: list[str]) -> dict[str, str]:
     return {} if outside else file_of
 
 
-def _match(config: DecoderConfig, headers: _Headers, problems: list[str]) -> dict[str, tuple[tuple[Path, str], ...]]:
+def _match(config: DecoderConfig, headers: _Headers, mxfp4: bool, problems: list[str]) -> dict[str, Source]:
     """Find the tensors of every parameter."""
     known = len(headers.tensors) + len(headers.unread or ())
     if config.num_layers > known:  # a layer has several: listing all that are missing might take for ever
@@ -279,50 +289,37 @@ def _match(config: DecoderConfig, headers: _Headers, problems: list[str]) -> dic
                 f"got {config.num_layers}"
             )
         return {}
-    parts = {path: _parts(config, path, shape.shape) for path, shape in parameter_shapes(config).items()}
-    shapes = {name: shape for tensors in parts.values() for name, shape in tensors.items()}
+    parts = {path: parts_of(config, path, shape.shape, mxfp4) for path, shape in parameter_shapes(config).items()}
+    expected = {name: (shape, each.dtypes) for each in parts.values() for name, shape in each.shapes.items()}
     for name, tensor in headers.tensors.items():
-        if re.fullmatch(_UNNEEDED, name) or (name == "lm_head.weight" and config.tied_embeddings):
+        if re.fullmatch(UNNEEDED, name) or (name == "lm_head.weight" and config.tied_embeddings):
             continue
-        if name not in shapes:
+        if name not in expected:
             problems.append(f"{tensor.file.name}: expected no {name}, which the decoder does not have")
             continue
-        if tensor.shape != shapes[name]:
-            problems.append(f"{tensor.file.name}: expected {name} of shape {shapes[name]}, got {tensor.shape}")
-        if tensor.dtype not in _DTYPES:
+        shape, dtypes = expected[name]
+        if tensor.shape != shape:
+            problems.append(f"{tensor.file.name}: expected {name} of shape {shape}, got {tensor.shape}")
+        if tensor.dtype not in dtypes:
             problems.append(
-                f"{tensor.file.name}: expected {name} as one of {', '.join(_DTYPES)}, got {tensor.dtype}; "
+                f"{tensor.file.name}: expected {name} as one of {', '.join(dtypes)}, got {tensor.dtype}; "
                 "quantised weights are not supported"
             )
-    missing = shapes.keys() - headers.tensors.keys()
+    missing = expected.keys() - headers.tensors.keys()
     if headers.unread is not None:
         problems.extend(f"{name}: expected this tensor, got none" for name in sorted(missing - headers.unread))
     if missing:
         return {}
-    return {path: tuple((headers.tensors[name].file, name) for name in tensors) for path, tensors in parts.items()}
-
-
-def _is_linear(path: str) -> bool:
-    """Say whether a parameter is the [inputs, outputs] of an `nnx.Linear`, which PyTorch has as [outputs, inputs]."""
-    return path.endswith(".kernel")
-
-
-def _parts(config: DecoderConfig, path: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors that a parameter of the given shape is made of."""
-    layer, names = "", _TENSORS.get(path)
-    if names is None:
-        _, number, rest = path.split(".", 2)
-        layer, names = f"model.layers.{number}.", _TENSORS_OF_BLOCK[rest]
-    shapes = [shape]
-    if _is_linear(path):
-        inputs, outputs = shape
-        joined = {"query_key_value": config.query_key_value_sizes, "gate_up": config.gate_up_sizes}
-        shapes = [(size, inputs) for size in joined.get(path.split(".")[-2], (outputs,))]
-    return {f"{layer}{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
+    return {
+        path: Source(layout, tuple((headers.tensors[name].file, name) for name in shapes))
+        for path, (layout, shapes) in parts.items()
+    }
 
 
 def _read(tensor: Any, cut: Cut, part: int, transpose: bool, mesh: Mesh | None) -> Array | np.ndarray:
     """Read what devices keep of a tensor that is a part of a parameter, to these devices."""
+    if cut.parallel.devices == 1:
+        return assembled(mesh, cut, 0, tuple(tensor.get_shape()), lambda _: tensor[:])
     axis, width = 1 - cut.axis if transpose else cut.axis, cut.widths[part]
     shape = list(tensor.get_shape())
     shape[axis] = width * cut.parallel.devices
@@ -334,13 +331,14 @@ def _read(tensor: Any, cut: Cut, part: int, transpose: bool, mesh: Mesh | None) 
     return assembled(mesh, cut, axis, tuple(shape), block)
 
 
-@partial(jax.jit, static_argnames=("transpose", "dtype", "cut", "mesh"))
-def _place(tensors: list[Array], transpose: bool, dtype: DTypeLike, cut: Cut, mesh: Mesh | None) -> Array:
+@partial(jax.jit, static_argnames=("layout", "shape", "dtype", "cut", "mesh"))
+def _place(
+    tensors: list[Array], layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, cut: Cut, mesh: Mesh | None
+) -> Array:
     def place(tensors: list[Array]) -> Array:
-        joined = jnp.concatenate([tensor.astype(dtype) for tensor in tensors])
-        return joined.T if transpose else joined
+        return arranged(layout, tensors, shape, dtype)
 
     if mesh is None:
         return place(tensors)
-    spec = cut.spec(1 - cut.axis if transpose else cut.axis)
+    spec = cut.spec(1 - cut.axis if layout == "linear" else cut.axis)
     return jax.shard_map(place, mesh=mesh, in_specs=spec, out_specs=cut.spec(cut.axis))(tensors)

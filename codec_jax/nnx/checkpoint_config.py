@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from codec_jax.nnx.decoder import DecoderConfig
-from codec_jax.nnx.rope import Llama3Scaling
+from codec_jax.nnx.checkpoint_rope import read_rope
+from codec_jax.nnx.checkpoint_values import flag, number, require, shown
+from codec_jax.nnx.decoder_config import DecoderConfig, Mixture
+from pallas_kernels import Window
 
-#: model_type -> (architecture, whether queries and keys are normalised).
-FAMILIES = {"llama": ("LlamaForCausalLM", False), "qwen3": ("Qwen3ForCausalLM", True)}
+
+@dataclass(frozen=True)
+class _Family:
+    """What is the same in all checkpoints of a model_type."""
+
+    architecture: str
+    fields: Mapping[str, Any]  # of `DecoderConfig`
+    #: What transformers takes for keys that are not there, where this is not what it takes for Llama.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: The only values of further keys that `Decoder` computes.
+    honoured: Mapping[str, Any] = field(default_factory=dict)
+    #: Which layers see everything, where layer_types does not say so: every n-th; 1: all; 0: none.
+    full_every: int = 1
+    window_theta: str | None = None  # the key of the base of layers with a window; None: all turn alike
+
+
+_GEMMA: dict[str, Any] = {
+    "qk_norm": False, "norm_placement": "both", "norm_plus_one": True, "activation": "gelu_tanh",
+}  # fmt: skip
+_GEMMA_DEFAULTS = {
+    "tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+}  # fmt: skip
+_GEMMA_HONOURED = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+_OLMO = {"qk_norm_over": "projection", "norm_placement": "after"}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+#: model_type -> family.
+FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", {"qk_norm": False}),
+    "mistral": _Family("MistralForCausalLM", {"qk_norm": False}, {"sliding_window": 4096}, full_every=0),
+    "qwen2": _Family("Qwen2ForCausalLM", {"qk_norm": False, "qkv_bias": True}),
+    "qwen3": _Family("Qwen3ForCausalLM", {}),
+    "qwen3_moe": _Family("Qwen3MoeForCausalLM", {}, _EXPERTS),
+    "gemma2": _Family(
+        "Gemma2ForCausalLM", _GEMMA,
+        {**_GEMMA_DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        _GEMMA_HONOURED, full_every=2,
+    ),
+    "gemma3_text": _Family(
+        "Gemma3ForCausalLM", {**_GEMMA, "qk_norm": True},
+        {**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        {**_GEMMA_HONOURED, "attn_logit_softcapping": None}, full_every=6, window_theta="rope_local_base_freq",
+    ),
+    "olmo2": _Family("Olmo2ForCausalLM", _OLMO, {"rms_norm_eps": 1e-5}),
+    "olmo3": _Family(
+        "Olmo3ForCausalLM", _OLMO, {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+        full_every=4, window_theta="rope_theta",
+    ),
+    "gpt_oss": _Family(
+        "GptOssForCausalLM",
+        {"qk_norm": False, "qkv_bias": True, "out_bias": True, "sinks": True, "activation": "clamped"},
+        {
+            "rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0,
+            "num_local_experts": 128, "num_experts_per_tok": 4,
+        },
+        {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}, full_every=2,
+    ),
+}  # fmt: skip
 
 #: The only values of these keys that `Decoder` computes; a key that is not there, or null, means the same.
 _HONOURED = {
@@ -18,7 +80,7 @@ _HONOURED = {
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
-    "quantization_config": None,
+    "use_bidirectional_attention": False,
 }
 
 #: Field of `DecoderConfig` -> key.
@@ -36,53 +98,76 @@ def read_config(given: Mapping[str, Any], problems: list[str]) -> DecoderConfig 
 
     Everything that `Decoder` does not compute is added to `problems`, also where a config is returned.
     """
-    family, tied = given.get("model_type"), given.get("tie_word_embeddings")
-    architecture, qk_norm = FAMILIES.get(family if isinstance(family, str) else "", ("", False))
-    if not architecture:
-        problems.append(f"config.json: expected model_type to be one of {', '.join(FAMILIES)}, got {shown(family)}")
-    elif given.get("architectures") not in (None, [architecture]):
-        problems.append(
-            f"config.json: expected architectures = {shown([architecture])}, got {shown(given['architectures'])}"
-        )
-    if not isinstance(tied, bool | None):
-        problems.append(f"config.json: expected true or false as tie_word_embeddings, got {shown(tied)}")
-    for name, honoured in _HONOURED.items():
-        _require(given, name, honoured, problems)
-    layers = given.get("layer_types") or []
-    # Without the switch, a window that is given may be meant.
-    windowed = "use_sliding_window" not in given and given.get("sliding_window") is not None
-    if windowed or not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
-        problems.append(
-            "config.json: expected full attention in every layer, "
-            f"got sliding_window = {shown(given.get('sliding_window'))}, layer_types = {shown(layers)}"
-        )
-    theta, scaling = _read_rope(given, problems)
-    epsilon = _number(given, "rms_norm_eps", problems, default=1e-6, whole=False)
+    name = given.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        problems.append(f"config.json: expected model_type to be one of {', '.join(FAMILIES)}, got {shown(name)}")
+        family, architecture = FAMILIES["llama"], None
+    else:
+        architecture = family.architecture
+        if given.get("architectures") not in (None, [architecture]):
+            problems.append(
+                f"config.json: expected architectures = {shown([architecture])}, got {shown(given['architectures'])}"
+            )
+    given = {**family.defaults, **given}
+    tied = flag(given, "tie_word_embeddings", problems)
+    for key, honoured in {**_HONOURED, **family.honoured}.items():
+        require(given, key, honoured, problems)
+    if not is_mxfp4(given):
+        require(given, "quantization_config", None, problems)
+    if name == "gpt_oss" and not given.get("rope_parameters") and not given.get("rope_scaling"):
+        given["rope_scaling"] = _GPT_OSS_ROPE
+    if name == "olmo3" and not given.get("rope_parameters"):
+        # With the older keys, transformers has this one for layers with a window, whatever the file says.
+        require(given, "rope_theta", 5e5, problems)
+    rope = read_rope(given, family.window_theta, problems)
+    epsilon = number(given, "rms_norm_eps", problems, default=1e-6, whole=False)
 
-    sizes = {ours: _number(given, theirs, problems) for ours, theirs in _SIZES.items()}
+    sizes = {ours: number(given, theirs, problems) for ours, theirs in _SIZES.items()}
     q_heads, hidden_size = sizes["num_q_heads"], sizes["hidden_size"]
-    sizes["num_kv_heads"] = _number(given, "num_key_value_heads", problems, default=q_heads)
+    sizes["num_kv_heads"] = number(given, "num_key_value_heads", problems, default=q_heads)
     head_dim = hidden_size // q_heads if hidden_size and q_heads else None
-    sizes["head_dim"] = _number(given, "head_dim", problems, default=head_dim)
-    if not architecture or None in sizes.values():
+    sizes["head_dim"] = number(given, "head_dim", problems, default=head_dim)
+    fields = dict(family.fields)
+    fields["windows"] = _read_windows(given, family, sizes["num_layers"], problems)
+    if "query_pre_attn_scalar" in family.defaults:
+        fields["scale"] = (number(given, "query_pre_attn_scalar", problems, whole=False) or 1.0) ** -0.5
+        fields["embedding_scale"] = float(hidden_size or 1) ** 0.5
+        for ours, theirs in (("logit_softcap", "final_logit_softcapping"), ("softcap", "attn_logit_softcapping")):
+            if given.get(theirs) is not None and theirs not in family.honoured:
+                fields[ours] = number(given, theirs, problems, whole=False)
+    if "num_experts_per_tok" in family.defaults:
+        fields["mixture"] = _read_mixture(given, name == "gpt_oss", problems)
+    if architecture is None or None in sizes.values() or fields.get("mixture", "none") is None:
         return None
     try:
         return DecoderConfig(
             **sizes,
-            rope_theta=theta or 1.0,
-            rope_scaling=scaling,
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            window_rope_theta=rope.window_theta,
             norm_epsilon=epsilon or 1.0,
-            qk_norm=qk_norm,
-            tied_embeddings=bool(tied),
+            tied_embeddings=tied,
+            **fields,
         )
     except ValueError as error:
         problems.append(f"config.json: {error}")
         return None
 
 
+def is_mxfp4(given: Mapping[str, Any]) -> bool:
+    """Say whether experts are stored in MXFP4, which loading undoes."""
+    quantisation = given.get("quantization_config")
+    return (
+        given.get("model_type") == "gpt_oss"
+        and isinstance(quantisation, dict)
+        and quantisation.get("quant_method") == "mxfp4"
+    )
+
+
 def read_max_context(given: Mapping[str, Any], problems: list[str]) -> int:
     """Return the greatest number of tokens that the model was made for."""
-    return _number(given, "max_position_embeddings", problems) or 0
+    return number(given, "max_position_embeddings", problems) or 0
 
 
 def read_stop_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], problems: list[str]) -> tuple[int, ...]:
@@ -96,72 +181,68 @@ def read_stop_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], p
     return tuple(tokens)
 
 
-def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float | None, Llama3Scaling | None]:
-    """Read the base and the scaling, as transformers writes them since version 5 and as it wrote them before."""
-    place = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
-    rope = given.get(place) or {}
-    if not isinstance(rope, dict):
-        problems.append(f"config.json: expected an object as {place}, got {shown(rope)}")
-        return None, None
-    both = {**given, **rope}
-    theta = _number(both, "rope_theta", problems, default=10_000.0, whole=False)
-    _require(both, "partial_rotary_factor", 1.0, problems)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default" and not any(isinstance(value, dict) for value in rope.values()):
-        return theta, None
-    if kind != "llama3":
-        problems.append(
-            f"config.json: expected {place} of type default or llama3, which the decoder computes, got {shown(rope)}"
-        )
-        return theta, None
-    place += "."
-    factor, low, high = (
-        _number(rope, name, problems, whole=False, place=place)
-        for name in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    context = _number(rope, "original_max_position_embeddings", problems, place=place)
-    if None in (factor, low, high, context):
-        return theta, None
+def _read_windows(
+    given: Mapping[str, Any], family: _Family, num_layers: int | None, problems: list[str]
+) -> tuple[Window | None, ...]:
+    """Read which layers have a window: from layer_types, or else as the family has them."""
+    layers, tokens = given.get("layer_types"), given.get("sliding_window")
+    every = family.full_every
+    if every == 1:
+        # Without the switch, a window that is given may be meant.
+        windowed = "use_sliding_window" not in given and tokens is not None
+        if windowed or not isinstance(layers or [], list) or any(kind != "full_attention" for kind in layers or []):
+            problems.append(
+                "config.json: expected full attention in every layer, "
+                f"got sliding_window = {shown(tokens)}, layer_types = {shown(layers or [])}"
+            )
+        return (None,)
+    if every == 0:  # the number alone says it
+        kinds: Any = ["full_attention" if tokens is None else "sliding_attention"]
+        if layers and (not isinstance(layers, list) or any(kind != kinds[0] for kind in layers)):
+            problems.append(
+                f"config.json: expected {kinds[0]} in every layer, as sliding_window = {shown(tokens)} has it, "
+                f"got layer_types = {shown(layers)}"
+            )
+    elif layers is None:
+        if family.window_theta == "rope_local_base_freq":
+            every = number(given, "sliding_window_pattern", problems, default=every) or every
+        kinds = ["sliding_attention"] * (min(every, num_layers or 1) - 1)
+        kinds += ["full_attention" if every <= (num_layers or 1) else "sliding_attention"]
+    else:
+        kinds = layers
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+            problems.append(
+                f"config.json: expected {' or '.join(known)} for each of {num_layers} layers as layer_types, "
+                f"got {shown(kinds)}"
+            )
+            return (None,)
+    if "sliding_attention" not in kinds:
+        return (None,)
+    tokens = number(given, "sliding_window", problems)
+    if tokens is None:
+        return (None,)
+    # Of the patterns that repeat, the shortest, however the file says it.
+    shortest = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[: len(kinds) - n])
+    return tuple(Window(tokens) if kind == "sliding_attention" else None for kind in kinds[:shortest])
+
+
+def _read_mixture(given: Mapping[str, Any], bias: bool, problems: list[str]) -> Mixture | None:
+    """Read the mixture of experts of Qwen3-MoE, or of gpt-oss, which has biases."""
+    local = given.get("num_local_experts") is not None  # as transformers writes it since version 5
+    experts = number(given, "num_local_experts" if local else "num_experts", problems)
+    chosen = number(given, "num_experts_per_tok", problems)
+    size = number(given, "intermediate_size" if bias else "moe_intermediate_size", problems)
+    normalised = bias or flag(given, "norm_topk_prob", problems)
+    every = 1 if bias else number(given, "decoder_sparse_step", problems)
+    dense = [] if bias else given.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        problems.append(f"config.json: expected numbers of layers as mlp_only_layers, got {shown(dense)}")
+        return None
+    if None in (experts, chosen, size, every):
+        return None
     try:
-        return theta, Llama3Scaling(factor, low, high, context)
+        return Mixture(experts, chosen, size, normalised, bias, every, tuple(dense))
     except ValueError as error:
-        problems.append(f"config.json: {place}{error}")
-        return theta, None
-
-
-def _require(given: Mapping[str, Any], name: str, honoured: Any, problems: list[str]) -> None:
-    """Say so if a key has another value than the only one that `Decoder` computes."""
-    if given.get(name) not in (None, honoured):
-        problems.append(
-            f"config.json: expected {name} = {shown(honoured)}, which is what the decoder computes, "
-            f"got {shown(given[name])}"
-        )
-
-
-def _number(
-    given: Mapping[str, Any],
-    name: str,
-    problems: list[str],
-    *,
-    default: float | None = None,
-    whole: bool = True,
-    place: str = "",
-) -> Any:
-    """Return a positive number, or None and say why there is none."""
-    value: Any = given.get(name)
-    if value is None and default is not None:
-        return default
-    # Within int32 and float32. A bool is an int, but no number here.
-    kinds, low, high, kind = ((int,), 1, 2**31 - 1, "whole number") if whole else ((int, float), 1e-37, 1e37, "number")
-    if type(value) in kinds and low <= value <= high:
-        return value
-    problems.append(f"config.json: expected a {kind} from {low} to {high} as {place}{name}, got {shown(value)}")
-    return None
-
-
-def shown(value: Any) -> str:
-    """Return a value as JSON, or as much of it as a message has room for."""
-    try:
-        return json.dumps(value)[:1000]
-    except RecursionError:
-        return "something nested too deeply"
+        problems.append(f"config.json: {error}")
+        return None

@@ -18,9 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, UInt16
 
 from codec_jax.forest import PrefixCache
-from codec_jax.nnx.decoder import Decoder, DecoderConfig
+from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.engine_step import Carried, Chunks, Drawing, Outcome, run_step
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
+from codec_jax.nnx.loops import runs_to_its_end
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.request import Request, part_of_context
 from codec_jax.nnx.sampling import History, RowOptions, allowed_words
@@ -58,7 +60,10 @@ class Device:
         )
         self._max_context = min(max_context, self._num_pages * page_size)
         self._blocks = intervals.block_capacity(self._rows, self._max_context)
-        self._run = _program(model.graph, model.config, model.mesh, steps, implementation)
+        self._steps = steps
+        self._programs = {
+            turns: _program(model.graph, model.config, model.mesh, turns, implementation) for turns in {1, steps}
+        }
         same = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
         self._set_history = jax.jit(History.set_row, donate_argnums=0, out_shardings=same)
         self._page_size = page_size
@@ -87,31 +92,37 @@ class Device:
     def warm_up(self, cache: PrefixCache) -> None:
         """Compile all programs, and run each with nothing to do."""
         nothing = Step([], {}, {}, [])
-        self._start(nothing, cache, None, behind=False)
+        for turns in {self._turns(0), self._steps}:
+            self._start(nothing, cache, None, turns, behind=False)
         for size in self._sizes:
             for end in {1, self._max_context}:
-                self._start(nothing, cache, self._chunks(nothing, cache, size, end), behind=False)
+                self._start(nothing, cache, self._chunks(nothing, cache, size, end), 1, behind=False)
         vocab = self._config.vocab_size
         self._set_row(self._rows, np.zeros(vocab, bool), np.zeros(vocab, np.uint16))  # past the last row: of nobody
         jax.block_until_ready(self._pages)
 
     def dispatch(self, step: Step, cache: PrefixCache, *, behind: bool) -> Outcome:
         """Run a step, and return before it has finished; `behind` says that the one before has not landed."""
-        chunks = None
+        chunks, turns = None, self._turns(max(step.drawing.values(), default=0))
         if step.pieces:
+            turns = 1
             size = next(size for size in self._sizes if size >= len(step.pieces))
             chunks = self._chunks(step, cache, size, max(piece.end for piece in step.pieces))
         for running in step.first:
             self._begin_history(running)
-        return self._start(step, cache, chunks, behind=behind)
+        return self._start(step, cache, chunks, turns, behind=behind)
 
-    def _start(self, step: Step, cache: PrefixCache, chunks: Chunks | None, *, behind: bool) -> Outcome:
+    def _start(self, step: Step, cache: PrefixCache, chunks: Chunks | None, turns: int, *, behind: bool) -> Outcome:
         drawing = self._drawing(step, cache, behind)
-        count = np.int32(max(step.drawing.values(), default=0))
-        self._pages, self._carried, outcome = self._run(
-            self._model.weights, self._pages, self._carried, drawing, chunks, count
-        )
+        self._pages, self._carried, outcome = self._run(turns, self._pages, self._carried, drawing, chunks)
         return outcome
+
+    def _run(self, turns: int, *arguments: Any) -> tuple:
+        return self._programs[turns](self._model.weights, *arguments)
+
+    def _turns(self, tokens: int) -> int:
+        """Return the turns of a step that draws so many tokens: of a loop that runs to its end, few would be used."""
+        return 1 if tokens <= 1 and runs_to_its_end() else self._steps
 
     def _drawing(self, step: Step, cache: PrefixCache, behind: bool) -> Drawing:
         """Plan for the requests that draw; the others have no place in the forest."""
@@ -189,7 +200,7 @@ def _nodes(rows: int) -> int:
     return max(EXPECTED_DEPTH * rows, _MIN_NODES)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _program(
     graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, steps: int, implementation: str | None
 ) -> Callable[..., Any]:

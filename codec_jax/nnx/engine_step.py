@@ -1,7 +1,7 @@
 """What one step of the engine runs on the device: chunks of prompts beside requests that decode.
 
     chunks    [C, T]  tokens of prompts: K and V go to the pages; with `score`, the log-probability of what follows
-    decoding  [B, 1]  each request feeds its last token, and draws the next one; again, up to `count` times
+    decoding  [B, 1]  each request feeds its last token, and draws the next one; again, `steps` times
 
 A request feeds the last token of its prompt as it feeds any other, so chunks end one token before a prompt does and
 draw nothing. All layers store K and V of both before they attend: a request may decode beside its own last chunk.
@@ -21,11 +21,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.arrays import HostOrDevice
 from codec_jax.forest import Forest, KVPages
-from codec_jax.nnx.batch import Batch
+from codec_jax.nnx.batch import Batch, Plans
 from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.loops import repeat
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.sampling import MAX_TOP_LOGPROBS, History, RowOptions, draw
-from codec_jax.planning import Plan
 
 
 class Carried(NamedTuple):
@@ -42,7 +42,7 @@ class Drawing(NamedTuple):
 
     forest: Forest  # as the host knows it
     behind: Bool[HostOrDevice, ""]  # whether that is without what the step before added
-    plan: Plan  # for what both steps may add
+    plan: Plans  # for what both steps may add
     allowed: Int[HostOrDevice, " B"]  # tokens that each request may draw
     first: Int[HostOrDevice, " B"]  # the token that a request begins with, -1 for those that go on
     options: RowOptions
@@ -52,7 +52,7 @@ class Chunks(NamedTuple):
     """Tokens of prompts, right-aligned; what fills a row up to the left is not stored."""
 
     forest: Forest  # a request for each chunk
-    plan: Plan
+    plan: Plans
     tokens: Int[HostOrDevice, "C T"]
     store: Bool[HostOrDevice, "C T"]
     following: Int[HostOrDevice, "C T"]  # the token after each one whose log-probability is wanted, -1 elsewhere
@@ -77,11 +77,10 @@ def run_step(
     carried: Carried,
     drawing: Drawing,
     chunks: Chunks | None,
-    count: Int[Array, ""],
     *,
     parallel: Parallel = ALONE,
 ) -> tuple[tuple[KVPages, ...], Carried, Outcome]:
-    """Draw up to `count` tokens for each request, one if there are chunks."""
+    """Draw up to `steps` tokens for each request, one if there are chunks."""
     begins = drawing.first >= 0
     active = drawing.forest.leaf >= 0
     forest = jax.tree.map(jnp.asarray, drawing.forest).extend(jnp.where(begins | ~drawing.behind, 0, carried.grown))
@@ -90,8 +89,8 @@ def run_step(
     left = jnp.where(active & ~stopped, drawing.allowed, 0)
     batch = left.shape[0]
 
-    def step(carry: tuple, chunks: Chunks | None = None) -> tuple:
-        i, forest, cache, token, left, stopped, history, outcome = carry
+    def step(i: Array | int, carry: tuple, chunks: Chunks | None = None) -> tuple:
+        forest, cache, token, left, stopped, history, outcome = carry
         active = left > 0
         forest = forest.extend(active.astype(jnp.int32))
         batches = [Batch(token[:, None], forest, drawing.plan, active[:, None])]
@@ -111,7 +110,7 @@ def run_step(
         )
         token = jnp.where(active, new.token, token)
         left = jnp.where(stops, 0, jnp.maximum(left - 1, 0))
-        return i + 1, forest, cache, token, left, stopped | stops, history, outcome
+        return forest, cache, token, left, stopped | stops, history, outcome
 
     nothing = Outcome(
         tokens=jnp.full((batch, steps), -1, jnp.int32),
@@ -121,12 +120,9 @@ def run_step(
         broken=jnp.zeros(batch, bool),
         scores=None,
     )
-    carry = (jnp.int32(0), forest, cache, token, left, stopped, carried.history, nothing)
-    if chunks is None:
-        carry = lax.while_loop(lambda carry: (carry[0] < count) & (carry[4] > 0).any(), step, carry)
-    else:
-        carry = step(carry, chunks)
-    _, _, cache, token, _, stopped, history, outcome = carry
+    carry = (forest, cache, token, left, stopped, carried.history, nothing)
+    carry = repeat(step, carry, steps, lambda carry: (carry[3] > 0).any()) if steps > 1 else step(0, carry, chunks)
+    _, cache, token, _, stopped, history, outcome = carry
     grown = (outcome.tokens >= 0).sum(axis=1, dtype=jnp.int32)
     return cache, Carried(token, stopped, grown, history), outcome
 
@@ -141,5 +137,9 @@ def _score(
         chosen = jnp.take_along_axis(logits, jnp.maximum(row[1], 0)[:, None], axis=-1)[:, 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
+    def scores() -> Float[Array, "C T"]:
+        # Not by a loop, which would keep the branch out of CUDA graphs, so that the host would wait for the device.
+        return jnp.stack([score(row) for row in zip(hidden, following, strict=True)])
+
     nothing = jnp.zeros(following.shape, jnp.float32)
-    return lax.cond((following >= 0).any(), lambda: lax.map(score, (hidden, following)), lambda: nothing)
+    return lax.cond((following >= 0).any(), scores, lambda: nothing)

@@ -10,9 +10,10 @@ from jaxtyping import Int
 from codec_jax.errors import OutOfPagesError
 from codec_jax.forest import Forest, PagePool
 from codec_jax.forest.homes import Homes
-from codec_jax.nnx.decoder import DecoderConfig
+from codec_jax.nnx.batch import Plans
+from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
+from codec_jax.planning import default_tiling, make_plan, pages_of_block
 from pallas_kernels import Heads
 
 #: Nodes that a path may have before the decode step is compiled anew for longer block lists.
@@ -27,7 +28,7 @@ class Interval(NamedTuple):
     forest: Forest  # with room for the tokens
     pool: PagePool
     growers: Forest  # with nobody else in it
-    plan: Plan  # of `growers`
+    plan: Plans  # of `growers`
 
 
 class Intervals:
@@ -42,6 +43,7 @@ class Intervals:
         """Choose the sizes: for the heads and the pages of one device."""
         self._steps, self._page_size = steps, page_size
         self._homes = Homes(parallel.context, num_pages // parallel.context)
+        self._windows = config.windows_used
         heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
         self._heads = Heads(*heads, config.head_dim, config.head_dim)
         tiling = default_tiling(self._heads)
@@ -66,19 +68,24 @@ class Intervals:
         except OutOfPagesError:
             return None
 
-    def plan(self, forest: Forest, query_tokens: int, block_capacity: int | None) -> Plan:
-        """Plan attention of the model's heads over a forest."""
-        return make_plan(
-            forest,
-            num_q_heads=self._heads.num_q_heads,
-            num_kv_heads=self._heads.num_kv_heads,
-            head_dim=self._heads.head_dim,
-            steps=self._steps,
-            query_tokens=query_tokens,
-            block_tokens=self._block_tokens,
-            block_capacity=block_capacity,
-            homes=self._homes,
+    def plan(self, forest: Forest, query_tokens: int, block_capacity: int | None) -> Plans:
+        """Plan attention of the model's heads over a forest: a plan for each of its windows."""
+        plans = tuple(
+            make_plan(
+                forest,
+                num_q_heads=self._heads.num_q_heads,
+                num_kv_heads=self._heads.num_kv_heads,
+                head_dim=self._heads.head_dim,
+                steps=self._steps,
+                query_tokens=query_tokens,
+                window=window,
+                block_tokens=self._block_tokens,
+                block_capacity=block_capacity,
+                homes=self._homes,
+            )
+            for window in self._windows
         )
+        return plans if len(plans) > 1 else plans[0]
 
     def block_capacity(self, max_requests: int, max_context: int) -> int:
         """Bound the blocks of any interval: every tile reads every page, or every request its longest path."""

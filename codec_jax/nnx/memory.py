@@ -6,14 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from codec_jax.nnx.decoder import DecoderConfig
+from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import Parallel
 
 #: Of the memory that is free, what KV pages may take; the rest is for activations.
 KV_SHARE = 0.8
 #: KV pages where the device does not say how much memory it has.
 DEFAULT_KV_GIB = 4.0
-#: What commands say of the option, by the rules of `argparse`.
+#: What commands call dtypes of the KV cache alone.
+KV_DTYPES = {"fp8": jnp.float8_e4m3fn}
+#: What commands say of their options, by the rules of `argparse`.
+KV_DTYPE_HELP = "of the KV cache: fp8 takes one byte a number (default: as --dtype)"
 KV_CACHE_HELP = (
     f"memory for KV pages (default: {KV_SHARE:.0%}% of what the weights leave free on the device, "
     f"{DEFAULT_KV_GIB:g} where it does not say)"
@@ -53,5 +56,5 @@ def pages_that_fit(
         free = min((stats["bytes_limit"] - stats["bytes_in_use"] for stats in memory), default=None)
         gib = DEFAULT_KV_GIB if free is None else KV_SHARE * (free - weights_to_come / parallel.devices) / 2**30
     _, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-    page = 2 * config.num_layers * page_size * num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    page = 2 * config.num_layers * page_size * num_kv_heads * config.head_dim * config.cache_dtype.itemsize
     return max(0, int(gib * 2**30 // page)) * parallel.context

@@ -69,6 +69,10 @@ class Parallel:
         """Add up the parts that all devices have of a sum."""
         return lax.psum(x, self.axes) if self.axes else x
 
+    def once(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Return what the first device adds to a sum of all, and zeros on the others."""
+        return jnp.where(lax.axis_index(self.axes) == 0, x, jnp.zeros_like(x)) if self.axes else x
+
     def embed(
         self, lookup: Callable[[Array], Array], tokens: Int[Array, "B T"], vocab_size: int
     ) -> Float[Array, "B T D"]:
@@ -95,11 +99,11 @@ class Parallel:
 
     def merge(
         self, out: Float[Array, "B T N H"], row_max: Float[Array, "B T N"], row_sum: Float[Array, "B T N"]
-    ) -> Float[Array, "B T n H"]:
+    ) -> tuple[Float[Array, "B T n H"], Float[Array, "B T n"], Float[Array, "B T n"]]:
         """Merge attention over the pages of each device of a group; each gets its part of the group's heads."""
         if self.context == 1:
-            return out
-        return merge_heads(out, row_max, row_sum, CONTEXT)[0]
+            return out, row_max, row_sum
+        return merge_heads(out, row_max, row_sum, CONTEXT)
 
 
 #: One device, which has everything.

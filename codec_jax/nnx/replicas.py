@@ -24,7 +24,8 @@ from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.mesh import CONTEXT, DATA, TENSOR
 from codec_jax.nnx import calls
-from codec_jax.nnx.decoder import Decoder, DecoderConfig
+from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams

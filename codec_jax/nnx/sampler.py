@@ -34,6 +34,7 @@ from codec_jax.forest import Forest, KVPages, PagePool
 from codec_jax.forest.edits import spread
 from codec_jax.forest.radix_tree import shared_tokens
 from codec_jax.nnx import validate
+from codec_jax.nnx.batch import Plans, all_plans
 from codec_jax.nnx.completions import complete
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.engine import Engine
@@ -45,7 +46,6 @@ from codec_jax.nnx.sampling import NO_TOKEN, RowOptions
 from codec_jax.nnx.shards import PlacedDecoder, everywhere, new_pages, program
 from codec_jax.nnx.state import Completion, Decoding, Generated
 from codec_jax.nnx.steps import decode_loop, prefill_step
-from codec_jax.planning import Plan
 from codec_jax.traffic import Traffic, count_decode, count_pass
 
 
@@ -252,8 +252,8 @@ class Sampler:
                 pool=interval.pool,
                 cache=cache,
                 logits=logits,
-                block_capacity=interval.plan.block_capacity,
-                traffic=state.traffic + count_decode(interval.growers, interval.plan, counts),
+                block_capacity=max(plan.block_capacity for plan in all_plans(interval.plan)),
+                traffic=state.traffic + count_decode(interval.growers, all_plans(interval.plan)[0], counts),
             )
             new = {request: tokens[request, : counts[request]].tolist() for request in growing.tolist()}
             for request, text in new.items():
@@ -286,7 +286,7 @@ class Sampler:
         cache, logits, traffic = state.cache, state.logits, state.traffic
         for wave in append_waves(forest, new):
             plan, cache, logits = self._run(wave, cache, logits)
-            traffic = traffic + count_pass(wave.chunks, plan)
+            traffic = traffic + count_pass(wave.chunks, all_plans(plan)[0])
         forest = forest.extend(lengths)
         return replace(state, forest=forest, pool=pool, cache=cache, logits=logits, traffic=traffic)
 
@@ -428,7 +428,7 @@ class Sampler:
 
     def _run(
         self, wave: Wave, cache: tuple[KVPages, ...], logits: Float[Array, "B V"]
-    ) -> tuple[Plan, tuple[KVPages, ...], Float[Array, "B V"]]:
+    ) -> tuple[Plans, tuple[KVPages, ...], Float[Array, "B V"]]:
         """Plan and run a wave."""
         plan = self._intervals.plan(wave.chunks, wave.tokens.shape[1], wave.block_capacity)
         cache, logits = self._prefill(

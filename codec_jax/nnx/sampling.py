@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt16, UInt32
 
 from codec_jax.arrays import HostOrDevice
 from codec_jax.nnx.params import MAX_BIASED_TOKENS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from codec_jax.nnx.truncation import truncate
 
 #: No token: what fills up stop tokens and top tokens.
 NO_TOKEN = -1
@@ -168,36 +169,32 @@ def draw(
     """
     batch, vocab_size = logits.shape
     greedy = options.temperature == 0.0
-    cut = (options.top_k < vocab_size) | (options.top_p < 1.0) | (options.min_p > 0.0)
-    plain = jnp.where(greedy, 0, 1 + cut.astype(jnp.int32)).max()
+    more = ~greedy & ((options.top_k < vocab_size) | (options.top_p < 1.0) | (options.min_p > 0.0))
+    more |= _needs_more(options, vocab_size) if history is not None else False
 
-    def draw_from(logits: Array, best: Array, truncated: bool) -> Array:
+    def draw_from(logits: Array, best: Array, *, truncated: bool) -> Array:
         scaled = logits / jnp.maximum(options.temperature, 1e-6)[:, None]
         if truncated:
-            scaled = _truncate(scaled, options)
+            scaled = truncate(scaled, options.top_k, options.top_p, options.min_p)
         keys = request_keys(jax.vmap(jax.random.key)(options.seed), options.stream, position)
         return jnp.where(greedy, best, jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32))
 
-    def ways(logits: Array) -> list:
-        # Outside of the branches, where it shares a pass over the logits with what else needs all of them.
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return [lambda: best, lambda: draw_from(logits, best, False), lambda: draw_from(logits, best, True)]
+    def everything() -> tuple[Array, Array]:
+        if history is None:
+            return draw_from(logits, best, truncated=True), no_tokens
+        asked, adjusted = options.top_logprobs, _adjusted(logits, options, history)
+        top_tokens = lax.cond((asked > 0).any(), lambda: _most_likely(logits, asked), lambda: no_tokens)
+        return draw_from(adjusted, _best(adjusted), truncated=True), top_tokens
 
     no_tokens = jnp.full((batch, MAX_TOP_LOGPROBS), NO_TOKEN, jnp.int32)
-    # Random numbers for a whole vocabulary, and sorting it, are work that a step should do only where it is asked for.
-    # A conditional waits for the device, so there is one, and those that few requests need are inside of it.
-    if history is None:
-        token, top_tokens = lax.switch(plain, ways(logits)), no_tokens
-    else:
-
-        def with_more() -> tuple[Array, Array]:
-            asked = options.top_logprobs
-            top_tokens = lax.cond((asked > 0).any(), lambda: _most_likely(logits, asked), lambda: no_tokens)
-            return lax.switch(plain, ways(_adjusted(logits, options, history))), top_tokens
-
-        level = jnp.where(_needs_more(options, vocab_size).any(), 3, plain)
-        plain_ways = [lambda way=way: (way(), no_tokens) for way in ways(logits)]
-        token, top_tokens = lax.switch(level, [*plain_ways, with_more])
+    # Outside of the branches, where it shares a pass over the logits with what else needs all of them.
+    best = _best(logits)
+    # Random numbers for a whole vocabulary, and passes over it, are work that a step should do only where it is asked
+    # for. All branches are fit for a CUDA graph, or the host would wait for the device here.
+    token, top_tokens = lax.switch(
+        jnp.where(more, 2, jnp.where(greedy, 0, 1)).max(),
+        [lambda: (best, no_tokens), lambda: (draw_from(logits, best, truncated=False), no_tokens), everything],
+    )
     # `jax.nn.log_softmax` at a few tokens only: of the vocabulary no more than the sum is needed.
     greatest = logits.max(axis=-1, keepdims=True)
     log_sum = jnp.log(jnp.exp(logits - greatest).sum(axis=-1, keepdims=True))
@@ -205,6 +202,10 @@ def draw(
     logprobs = jnp.take_along_axis(logits, jnp.maximum(asked_for, 0), axis=-1) - greatest - log_sum
     top_logprobs = jnp.where(top_tokens == NO_TOKEN, -jnp.inf, logprobs[:, 1:])
     return Drawn(token, logprobs[:, 0], top_tokens, top_logprobs, jnp.isfinite(logits).all(axis=-1))
+
+
+def _best(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _needs_more(options: RowOptions, vocab_size: int) -> Bool[Array, " B"]:
@@ -230,22 +231,19 @@ def _adjusted(logits: Float[Array, "B V"], options: RowOptions, history: History
 
 def _most_likely(logits: Float[Array, "B V"], asked: Int[Array, " B"]) -> Int[Array, "B 20"]:
     """Return the most likely tokens of each row, as many as are asked for."""
-    _, tokens = lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    count = min(MAX_TOP_LOGPROBS, logits.shape[1])
+
+    def one_by_one(logits: Array) -> Array:
+        found = []
+        for _ in range(count):
+            found.append(_best(logits))
+            logits = jnp.where(jnp.arange(logits.shape[1])[None] == found[-1][:, None], -jnp.inf, logits)
+        return jnp.stack(found, axis=1)
+
+    def at_once(logits: Array) -> Array:
+        return lax.top_k(logits, count)[1]
+
+    # XLA sorts for so many, which it cannot capture in a CUDA graph.
+    tokens = lax.platform_dependent(logits, cuda=one_by_one, default=at_once)
     tokens = jnp.pad(tokens, ((0, 0), (0, MAX_TOP_LOGPROBS - tokens.shape[1])), constant_values=NO_TOKEN)
     return jnp.where(jnp.arange(MAX_TOP_LOGPROBS, dtype=jnp.int32)[None] < asked[:, None], tokens, NO_TOKEN)
-
-
-def _truncate(scaled: Float[Array, "B V"], options: RowOptions) -> Float[Array, "B V"]:
-    """Set all but the most likely tokens to -inf; the most likely one always stays."""
-    top_k, top_p, min_p = (x[:, None] for x in (options.top_k, options.top_p, options.min_p))
-    order = jnp.argsort(scaled, axis=-1, descending=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    rank = jnp.arange(scaled.shape[-1], dtype=jnp.int32)[None]
-    ranked = jnp.where(rank < top_k, ranked, -jnp.inf)
-    probability = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    # A rounded sum may reach 1 early: no limit means no limit.
-    kept = (before < top_p) | (top_p >= 1.0)
-    kept &= ranked - ranked[:, :1] >= jnp.log(min_p)
-    ranked = jnp.where(kept | (rank == 0), ranked, -jnp.inf)
-    return jnp.put_along_axis(scaled, order, ranked, axis=-1, inplace=False)

@@ -23,7 +23,8 @@ from jaxtyping import Array, Int
 
 from codec_jax.forest import KVPages
 from codec_jax.mesh import CONTEXT, TENSOR
-from codec_jax.nnx.decoder import Decoder, DecoderConfig
+from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.weights import dotted, split
 from codec_jax.planning import Plan
@@ -33,6 +34,8 @@ from codec_jax.planning import Plan
 _DIVIDED: dict[str, tuple[int, Callable[[DecoderConfig], tuple[int, ...]]]] = {
     "embedding.embedding": (0, lambda config: (config.vocab_size,)),
     "attention.query_key_value.kernel": (1, lambda config: config.query_key_value_sizes),
+    "attention.query_key_value.bias": (0, lambda config: config.query_key_value_sizes),
+    "attention.sinks": (0, lambda config: (config.num_q_heads,)),
     "attention.out.kernel": (0, lambda config: config.query_key_value_sizes[:1]),
     "mlp.gate_up.kernel": (1, lambda config: config.gate_up_sizes),
     "mlp.down.kernel": (0, lambda config: (config.mlp_size,)),
@@ -56,7 +59,7 @@ class Cut(NamedTuple):
             return cls(0, shape[:1], (1,), ALONE)
         axis, sizes_of = _DIVIDED[name]
         sizes, shared = sizes_of(config), max(parallel.tensor // config.num_kv_heads, 1)
-        copies = (1, shared, shared) if name == "attention.query_key_value.kernel" else (1,) * len(sizes)
+        copies = (1, shared, shared) if name.startswith("attention.query_key_value.") else (1,) * len(sizes)
         return cls(axis, sizes, copies, parallel)
 
     @property
@@ -140,6 +143,20 @@ class PlacedDecoder:
 def check_sizes(config: DecoderConfig, parallel: Parallel) -> None:
     """Raise ValueError unless so many devices divide a decoder."""
     tensor, context, devices = parallel.tensor, parallel.context, parallel.devices
+    if config.mixture is not None and devices > 1:
+        raise ValueError(
+            f"mesh: expected one device for a mixture of experts, got {devices}; use several engines (`Replicas`)"
+        )
+    if config.cache_dtype.itemsize == 1 and devices > 1:
+        raise ValueError(
+            f"mesh: expected one device for a KV cache of {config.cache_dtype}, got {devices}; leave kv_dtype out, or "
+            "use several engines (`Replicas`)"
+        )
+    if config.qk_norm and config.qk_norm_over == "projection" and tensor > 1:
+        raise ValueError(
+            f"mesh: expected no axis {TENSOR!r} for norms over all heads of queries and of keys, got {tensor} devices; "
+            f"use an axis {CONTEXT!r}"
+        )
     if config.num_kv_heads % tensor and tensor % config.num_kv_heads:
         raise ValueError(
             f"mesh: expected an axis {TENSOR!r} that divides the {config.num_kv_heads} kv heads, or a multiple of "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.forest import Forest, KVPages
+from codec_jax.nnx.batch import Plans
 from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.loops import repeat
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.sampling import RowOptions, draw
-from codec_jax.planning import Plan
 
 
 def prefill_step(
@@ -20,7 +20,7 @@ def prefill_step(
     cache: tuple[KVPages, ...],
     logits: Float[Array, "B V"],
     chunks: Forest,
-    plan: Plan,
+    plan: Plans,
     tokens: Int[Array, "chunks T"],
     store: Bool[Array, "chunks T"],
     source: Int[Array, " B"],
@@ -41,7 +41,7 @@ def decode_loop(
     cache: tuple[KVPages, ...],
     logits: Float[Array, "B V"],
     forest: Forest,
-    plan: Plan,
+    plan: Plans,
     remaining: Int[Array, " B"],
     options: RowOptions,
     *,
@@ -49,8 +49,8 @@ def decode_loop(
 ) -> tuple:
     """Generate up to `steps` tokens for each request with tokens remaining, all on the device."""
 
-    def step(carry: tuple) -> tuple:
-        i, forest, cache, hidden, logits, remaining, tokens, logprobs, broken = carry
+    def step(i: Array, carry: tuple) -> tuple:
+        forest, cache, hidden, logits, remaining, tokens, logprobs, broken = carry
         active = remaining > 0
         token, logprob, *_, finite = draw(logits, options, None, forest.request_length)
         broken |= active & ~finite
@@ -63,14 +63,13 @@ def decode_loop(
         # would be a pass over the vocabulary.
         hidden = jnp.where(active[:, None], decoded[:, 0], hidden)
         tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
-        logprobs = logprobs.at[:, i].set(logprob)
+        logprobs = logprobs.at[:, i].set(jnp.where(active, logprob, 0.0))
         stopped = (token[:, None] == options.stop_tokens).any(axis=-1)
         remaining = jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0))
-        return i + 1, forest, cache, hidden, model.logits(hidden, parallel), remaining, tokens, logprobs, broken
+        return forest, cache, hidden, model.logits(hidden, parallel), remaining, tokens, logprobs, broken
 
     batch, config = remaining.shape[0], model.config
     carry = (
-        jnp.int32(0),
         jax.tree.map(jnp.asarray, forest),
         cache,
         jnp.zeros((batch, config.hidden_size), config.dtype),
@@ -80,8 +79,6 @@ def decode_loop(
         jnp.zeros((batch, steps), jnp.float32),
         jnp.zeros(batch, bool),
     )
-    _, _, cache, _, last, left, tokens, logprobs, broken = lax.while_loop(
-        lambda carry: ((carry[0] < steps) & (carry[5] > 0)).any(), step, carry
-    )
+    _, cache, _, last, left, tokens, logprobs, broken = repeat(step, carry, steps, lambda carry: (carry[4] > 0).any())
     logits = jnp.where((remaining > 0)[:, None], last, logits)  # those of the others do not follow from `hidden`
     return cache, logits, tokens, logprobs, left > 0, broken

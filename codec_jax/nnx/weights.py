@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from codec_jax import checks
-from codec_jax.nnx.decoder import Decoder, DecoderConfig
+from codec_jax.nnx.decoder import Block, Decoder
+from codec_jax.nnx.decoder_config import DecoderConfig
 
 
 def split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
@@ -24,12 +26,14 @@ def split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of every parameter by its dotted path, such as blocks.0.attention.out.kernel."""
-    # All blocks are alike, and tracing a published model's takes seconds.
-    state = nnx.state(_abstract(replace(config, num_layers=1)))
-    return {
-        dotted((*path[:1], i, *path[2:]) if path[0] == "blocks" else path): parameter.get_value()
-        for path, parameter in nnx.to_flat_state(state)
-        for i in range(config.num_layers if path[0] == "blocks" else 1)
+    # Tracing all blocks of a published model takes seconds, and these are of two kinds: with experts, or without.
+    kinds = {config.mixture_of(layer): layer for layer in range(config.num_layers)}
+    blocks = {kind: _shapes(partial(Block, config, layer)) for kind, layer in kinds.items()}
+    shapes = _shapes(partial(Decoder, replace(config, num_layers=1)))
+    return {path: shape for path, shape in shapes.items() if not path.startswith("blocks.")} | {
+        f"blocks.{layer}.{path}": shape
+        for layer in range(config.num_layers)
+        for path, shape in blocks[config.mixture_of(layer)].items()
     }
 
 
@@ -40,7 +44,7 @@ def filled(
 
     `progress` shows a bar.
     """
-    graph, state = nnx.split(_abstract(config))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     parameters = nnx.to_flat_state(state)
     for path, parameter in tqdm(parameters, desc="weights", unit="tensor", disable=not progress):
         # Waiting bounds what is in flight, on the host and on the device, to one parameter.
@@ -53,5 +57,6 @@ def dotted(path: tuple) -> str:
     return ".".join(map(str, path))
 
 
-def _abstract(config: DecoderConfig) -> Decoder:
-    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+def _shapes(make: Callable[[nnx.Rngs], nnx.Module]) -> dict[str, jax.ShapeDtypeStruct]:
+    state = nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    return {dotted(path): parameter.get_value() for path, parameter in nnx.to_flat_state(state)}

@@ -132,6 +132,8 @@ class Plan:
             f"Plan({heads.num_q_heads} q heads, {heads.num_kv_heads} kv heads of {heads.head_dim}, "
             f"{arrays.request_capacity:,} requests x {arrays.query_tokens} query tokens in {arrays.num_tiles:,} tiles"
         )
+        if arrays.window is not None:
+            text += f", {arrays.window}"
         # A tree may be mapped to specs, shardings, or anything else.
         if not isinstance(arrays.cta_begin, np.ndarray | jax.Array):
             return f"{text}, of {arrays.cta_begin!r})"

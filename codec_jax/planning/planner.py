@@ -30,6 +30,7 @@ from codec_jax.planning.streams import (
     Grid,
     Runs,
     Streams,
+    count_hidden,
     count_kv_tokens,
     count_uniform_blocks,
     lay_out_blocks,
@@ -38,7 +39,7 @@ from codec_jax.planning.streams import (
 )
 from codec_jax.planning.tiling import default_tiling
 from codec_jax.planning.work import Schedule, Work
-from pallas_kernels.heads import Heads
+from pallas_kernels.heads import Heads, Window
 from pallas_kernels.plan_format import PlanArrays, PlanGuard, Segment
 from pallas_kernels.token_mask import MAX_ROWS
 
@@ -55,6 +56,7 @@ def make_plan(
     value_head_dim: int | None = None,
     steps: int = 1,
     query_tokens: int = 1,
+    window: Window | int | None = None,
     num_ctas: int | None = None,
     tile_rows: int | None = None,
     block_tokens: int | None = None,
@@ -75,6 +77,7 @@ def make_plan(
       value_head_dim: H of the values; defaults to head_dim.
       steps: tokens that every leaf may grow by, as far as its pages have room, before a new plan is due.
       query_tokens: T, query tokens per request; they are the last T tokens of its context.
+      window: how far back query tokens see: a `Window`, the tokens of one that slides, or None for the whole context.
       num_ctas: thread blocks to spread the work over, at most; defaults to the device's multiprocessors.
       tile_rows: query rows of a tile; defaults to what suits the device.
       block_tokens: KV tokens of a block: whole pages, or parts of pages that do not divide it. Defaults to what suits
@@ -113,6 +116,7 @@ def make_plan(
             f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, at most {MAX_ROWS}, got {num_q_heads}"
         )
     steps, query_tokens = checks.integer("steps", steps, below=2**62), checks.integer("query_tokens", query_tokens)
+    window = window if isinstance(window, Window | None) else Window(window)
     if homes is not None:
         checks.instance("homes", homes, Homes)
         last = int(forest.used_pages.max(initial=-1))
@@ -121,7 +125,8 @@ def make_plan(
         homes = homes if homes.devices > 1 else None
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     chosen = {name: x for name, x in given.items() if x is not None}
-    grid = _grid(forest, heads, query_tokens, chosen, homes.devices if homes else 1)
+    hidden = count_hidden(forest, query_tokens, window)
+    grid = _grid(forest, heads, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
     wide_tokens = MIN_WIDE_TOKENS if min_wide_tokens is None else checks.integer("min_wide_tokens", min_wide_tokens)
     layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)
     model = CostModel.default(layout) if cost_model is None else cost_model
@@ -130,8 +135,8 @@ def make_plan(
 
     longest = max_lengths(forest, steps)
     parts = []
-    for runs in list_runs(forest, longest, grid.page_tokens, homes):
-        streams = list_streams(forest, runs, grid, steps=steps, min_wide_tokens=wide_tokens)
+    for runs in list_runs(forest, longest, grid.page_tokens, homes, hidden):
+        streams = list_streams(forest, longest, runs, grid, steps=steps, min_wide_tokens=wide_tokens)
         parts.append((runs, streams, _work(forest, streams, runs, grid)))
     num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
@@ -152,6 +157,7 @@ def make_plan(
             heads=heads,
             request_capacity=forest.request_capacity,
             query_tokens=query_tokens,
+            window=window,
             tile_rows=grid.tile_rows,
             lanes=grid.lanes,
             page_tokens=grid.page_tokens,
@@ -218,7 +224,15 @@ def pages_of_block(page_size: int, block_tokens: int) -> tuple[int, int]:
     return part, max(1, block_tokens // part)
 
 
-def _grid(forest: Forest, heads: Heads, query_tokens: int, given: dict[str, int], devices: int) -> Grid:
+def _grid(
+    forest: Forest,
+    heads: Heads,
+    query_tokens: int,
+    window: Window | None,
+    hidden: Int[np.ndarray, " nodes"],
+    given: dict[str, int],
+    devices: int,
+) -> Grid:
     """Choose what is not given by the kind of device and the amount of work of each."""
     tiling = default_tiling(heads)
     given = {name: checks.integer(name, value) for name, value in given.items()}
@@ -228,13 +242,14 @@ def _grid(forest: Forest, heads: Heads, query_tokens: int, given: dict[str, int]
     if lanes * tile_rows > MAX_ROWS:
         raise ValueError(f"tile_rows: expected at most {MAX_ROWS // lanes}, got {tile_rows}")
     rows_per_request = query_tokens * heads.group
-    tokens, reread = count_kv_tokens(forest, rows_per_request, tile_rows)
+    tokens, reread = count_kv_tokens(forest, rows_per_request, tile_rows, hidden)
     blocks = tiling.block_for(heads.num_kv_heads, tokens // devices, reread // devices)
     block_tokens = given.get("block_tokens", blocks)
     page_tokens, pages_per_block = pages_of_block(forest.page_size, block_tokens)
     return Grid(
         rows_per_request=rows_per_request,
         query_tokens=query_tokens,
+        window=window,
         tile_rows=tile_rows,
         num_tiles=-(-forest.request_capacity * rows_per_request // tile_rows),
         lanes=lanes,
@@ -252,8 +267,9 @@ def _work(forest: Forest, streams: Streams, runs: Runs, grid: Grid) -> Work:
     block_ptr = np.concatenate([[0], np.cumsum(-(-pages // grid.pages_per_block))])
     num_blocks = int(block_ptr[-1])
     masked = num_blocks - int(unmasked.sum())
-    # With T > 1 tokens of a block differ in who sees them whatever their readers.
-    uniform = count_uniform_blocks(streams, forest.length, grid) if grid.query_tokens == 1 else 0
+    # With T > 1 and with windows, tokens of a block differ in who sees them whatever their readers.
+    by_position = grid.query_tokens > 1 or grid.window is not None
+    uniform = 0 if by_position else count_uniform_blocks(streams, forest.length, grid)
     reread = int(pages.sum() - runs.pages.sum())
     return Work(
         block_ptr=block_ptr,

@@ -29,6 +29,7 @@ def replan(plan: Plan, forest: Forest, *, steps: int = 1) -> Plan:
     names = ("num_q_heads", "num_kv_heads", "head_dim", "value_head_dim")
     same: dict[str, Any] = dict(zip(names, plan.heads.shape, strict=True))
     same |= {name: getattr(plan.arrays, name) for name in ("query_tokens", "tile_rows", "block_tokens", "lanes")}
-    same |= {"num_ctas": plan.num_ctas, "block_capacity": plan.block_capacity, "homes": plan.homes}
+    same |= {"window": plan.arrays.window, "num_ctas": plan.num_ctas}
+    same |= {"block_capacity": plan.block_capacity, "homes": plan.homes}
     same |= {"cost_model": plan.cost_model, "policy": plan.host.policy, "min_wide_tokens": plan.host.min_wide_tokens}
     return make_plan(forest, steps=steps, **same)

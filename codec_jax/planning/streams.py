@@ -18,8 +18,9 @@ from jaxtyping import Bool, Int
 from codec_jax.arrays import expand
 from codec_jax.forest import Forest
 from codec_jax.forest.homes import Homes
+from pallas_kernels.heads import Window
 from pallas_kernels.plan_format import Page
-from pallas_kernels.token_mask import pack_readers, pages_seen
+from pallas_kernels.token_mask import pack_readers, pages_behind, pages_seen
 
 #: Pages for fewer KV tokens than this stay in the narrow streams of the two tiles: a stream has fixed costs.
 MIN_WIDE_TOKENS = 3072
@@ -30,6 +31,7 @@ class Grid(NamedTuple):
 
     rows_per_request: int  # T x G
     query_tokens: int  # T
+    window: Window | None
     tile_rows: int
     num_tiles: int
     lanes: int  # tiles that a stream may serve
@@ -40,7 +42,7 @@ class Grid(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Consecutive pages of nodes that some request reads: a whole node, or the part of it that lives on one device."""
+    """Consecutive pages of nodes that some request sees: of a whole node, or of the part that lives on one device."""
 
     node: Int[np.ndarray, " runs"]
     first: Int[np.ndarray, " runs"]  # index within the node of its first page, of `page_tokens` tokens as in a block
@@ -73,24 +75,44 @@ class Streams(NamedTuple):
         return np.bincount(self.stream, pages, len(self.tile0)).astype(np.int64)
 
 
-def count_kv_tokens(forest: Forest, rows_per_request: int, tile_rows: int) -> tuple[int, int]:
+def count_hidden(forest: Forest, query_tokens: int, window: Window | None) -> Int[np.ndarray, " nodes"]:
+    """Count the tokens of each node, from its first on, that the window hides from all requests that read it."""
+    read = np.flatnonzero(forest.row_hi > forest.row_lo)
+    hidden = np.zeros(forest.node_capacity, np.int64)
+    if window is not None:
+        first = window.first_position(forest.positions(query_tokens)[forest.request_of_row, 0])
+        smallest = _reduce(np.minimum, first, forest.row_lo[read], forest.row_hi[read])
+        hidden[read] = np.maximum(smallest - forest.start[read], 0)
+    return hidden
+
+
+def count_kv_tokens(
+    forest: Forest, rows_per_request: int, tile_rows: int, hidden: Int[np.ndarray, " nodes"] | int = 0
+) -> tuple[int, int]:
     """Count the KV tokens that any row tile reads, and how often they are read again, by another tile."""
     first, end = forest.row_lo * rows_per_request // tile_rows, -(-forest.row_hi * rows_per_request // tile_rows)
     tiles = np.where(forest.row_hi > forest.row_lo, end - first, 0).astype(np.int64)
-    once = int(forest.length[tiles > 0].sum(dtype=np.int64))
-    return once, int(tiles @ forest.length) - once
+    length = np.maximum(forest.length - hidden, 0)
+    once = int(length[tiles > 0].sum(dtype=np.int64))
+    return once, int(tiles @ length) - once
 
 
 def list_runs(
-    forest: Forest, max_length: Int[np.ndarray, " nodes"], page_tokens: int, homes: Homes | None
+    forest: Forest,
+    max_length: Int[np.ndarray, " nodes"],
+    page_tokens: int,
+    homes: Homes | None,
+    hidden: Int[np.ndarray, " nodes"],
 ) -> list[Runs]:
     """List the pages that are read, for each device that pages live on."""
-    node = np.flatnonzero((forest.row_hi > forest.row_lo) & (max_length > 0))
-    end = -(-max_length[node] // page_tokens)
+    node = np.flatnonzero((forest.row_hi > forest.row_lo) & (max_length > hidden))
+    begin, end = hidden[node] // page_tokens, -(-max_length[node] // page_tokens)
     if homes is None:
-        return [Runs(node, np.zeros_like(node), end)]
+        return [Runs(node, begin, end - begin)]
     parts = forest.page_size // page_tokens
-    which, nth = expand(-(-end // parts))
+    begin //= parts
+    which, nth = expand(-(-end // parts) - begin)
+    nth += begin[which]
     device = homes.of(forest.page_ids[forest.page_offset[node][which] + nth])
     opens = np.flatnonzero((np.diff(which, prepend=-1) != 0) | (np.diff(device, prepend=-1) != 0))
     device, which, first = device[opens], which[opens], nth[opens] * parts
@@ -99,7 +121,9 @@ def list_runs(
     return [Runs(*(column[device == number] for column in runs)) for number in range(homes.devices)]
 
 
-def list_streams(forest: Forest, runs: Runs, grid: Grid, *, steps: int, min_wide_tokens: int) -> Streams:
+def list_streams(
+    forest: Forest, max_length: Int[np.ndarray, " nodes"], runs: Runs, grid: Grid, *, steps: int, min_wide_tokens: int
+) -> Streams:
     """List every (stream, page) such that some row of the stream reads the page while leaves grow by `steps`."""
     node = runs.node
     lo, hi = forest.row_lo[node] * grid.rows_per_request, forest.row_hi[node] * grid.rows_per_request
@@ -121,23 +145,35 @@ def list_streams(forest: Forest, runs: Runs, grid: Grid, *, steps: int, min_wide
     if seen is not None:
         count = np.clip(seen - first, 0, count).astype(count.dtype)
     everyone = (lo <= stream_lo[stream]) & (hi >= stream_hi[stream])
-    whole = np.where(everyone, np.clip(whole - first, 0, count), 0)
+    lo, hi = np.maximum(lo, stream_lo[stream]), np.minimum(hi, stream_lo[stream] + width[stream])
+    edge = None  # pages before those that all rows see in full, and that a window hides from some of them
+    if grid.window is not None:
+        positions = _first_positions(forest, grid, lo, hi, steps)
+        hidden, edge = pages_behind(max_length[node], forest.start[node], grid.page_tokens, positions)
+        skipped = np.clip(hidden - first, 0, count)
+        first, count = first + skipped, count - skipped
+        edge = np.where(everyone, np.clip(edge - first, 0, count), 0)
+    begin = 0 if edge is None else edge
+    whole = np.where(everyone, np.clip(whole - first, begin, count) - begin, 0)
 
-    counts = np.stack([whole, count - whole])
-    order = np.argsort(np.stack([stream * 2, stream * 2 + 1]).reshape(-1), kind="stable")
-    order = order[counts.reshape(-1)[order] > 0]
-    masked, extent = np.divmod(order, len(node)) if len(node) else (order, order)
-    stream = stream[extent]
+    # An extent is all that is masked after the whole pages of a run, or those pages, or what is masked before them.
+    counts = [whole, count - begin - whole] if edge is None else [whole, count - edge - whole, edge]
+    order = np.argsort(np.stack([stream * 2, *[stream * 2 + 1] * (len(counts) - 1)]).reshape(-1), kind="stable")
+    pages = np.concatenate(counts)[order]
+    order, pages = order[pages > 0], pages[pages > 0]
+    part, run = np.divmod(order, len(node)) if len(node) else (order, order)
+    firsts = [first + begin, first + begin + whole, first]
+    stream = stream[run]
     return Streams(
         tile0=tile0,
         tile1=tile1,
         stream=stream,
-        masked=masked.astype(bool),
-        node=node[extent],
-        first=first[extent] + np.where(masked, whole[extent], 0),
-        pages=counts.reshape(-1)[order],
-        row_lo=np.maximum(lo[extent] - stream_lo[stream], 0),
-        row_hi=np.minimum(hi[extent] - stream_lo[stream], width[stream]),
+        masked=part > 0,
+        node=node[run],
+        first=np.concatenate(firsts)[order],
+        pages=pages,
+        row_lo=lo[run] - stream_lo[stream],
+        row_hi=hi[run] - stream_lo[stream],
     )
 
 
@@ -257,3 +293,29 @@ def _positions_of_streams(
     low = np.pad(np.where(used, begin, huge), (0, padding), constant_values=huge).reshape(shape).min(1)
     high = np.pad(np.where(used, position, -huge), (0, padding), constant_values=-huge).reshape(shape).max(1)
     return np.stack([np.minimum(low[tile0], low[tile1]), np.maximum(high[tile0], high[tile1])]).astype(np.int64)
+
+
+def _first_positions(
+    forest: Forest, grid: Grid, lo: Int[np.ndarray, " n"], hi: Int[np.ndarray, " n"], steps: int
+) -> Int[np.ndarray, "2 n"]:
+    """Return the smallest position that any of rows [lo, hi) sees by now, and the greatest first one within steps.
+
+    For the smallest a request's query tokens count as its first one, which candidates of a draft tree may be beside.
+    """
+    assert grid.window is not None
+    position = forest.positions(grid.query_tokens)[forest.request_of_row]
+    group = grid.rows_per_request // grid.query_tokens
+    begin, end = lo // group, -(-hi // group)  # query tokens of all requests
+    by_now = np.repeat(grid.window.first_position(position[:, 0]), grid.query_tokens)
+    at_most = grid.window.first_position(position.reshape(-1).astype(np.int64) + steps)
+    return np.stack([_reduce(np.minimum, by_now, begin, end), _reduce(np.maximum, at_most, begin, end)])
+
+
+def _reduce(
+    operation: np.ufunc, values: Int[np.ndarray, " m"], begin: Int[np.ndarray, " n"], end: Int[np.ndarray, " n"]
+) -> Int[np.ndarray, " n"]:
+    """Reduce values [begin, end) of each of n intervals, of which none is empty."""
+    if not len(begin):
+        return np.zeros(0, np.int64)
+    bounds = np.stack([begin, end], axis=1).reshape(-1)
+    return operation.reduceat(np.append(values, values[-1]), bounds)[::2]

@@ -20,9 +20,12 @@ def attend(call: Call, scores: Scores) -> tuple[Array, Array, Array]:
     # A JAX that was built without GPU support may not have their dialect.
     from pallas_kernels.hopper.pac import pac
     from pallas_kernels.hopper.por import por
+    from pallas_kernels.hopper.widen import WIDE
 
     alone = jax.tree.map(unvaried, call)
-    out, *softmax = (vary_like(x, call) for x in por(*pac(alone, scores), alone))
+    is_one_byte = call.key_pages.dtype.itemsize == 1
+    products = alone._replace(query=alone.query.astype(WIDE)) if is_one_byte else alone
+    out, *softmax = (vary_like(x, call) for x in por(*pac(products, scores), alone))
     tiles = (call.plan.num_tiles, call.plan.heads.num_kv_heads, -1)
     row_max, row_sum = (
         query_rows.to_requests(rows.reshape(tiles)[..., : call.plan.tile_rows], call) for rows in softmax

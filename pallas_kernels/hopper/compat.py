@@ -14,12 +14,12 @@ def transposed(ref: Any) -> Any:
     return plgpu.transpose_ref(ref, (1, 0)) if _BEFORE_0_11 else ref.transpose((1, 0))
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """Load a whole reference from global memory into registers of the given layout."""
+def load(ref: Any, layout: Any, *, optimized: bool = False) -> jax.Array:
+    """Load a whole reference into registers of the given layout; `optimized` refuses to be slow."""
     if _BEFORE_0_11:
-        return plgpu.load(ref, (), layout=layout, optimized=False)
+        return plgpu.load(ref, (), layout=layout, optimized=optimized)
     load_ref: Any = plgpu.load  # the versions differ in its signature
-    return load_ref(ref, layout=layout, optimized=False)
+    return load_ref(ref, layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: jax.Array) -> None:

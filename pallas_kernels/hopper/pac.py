@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from pallas_kernels import query_rows
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import plan_guard, tensor_core
+from pallas_kernels.hopper import plan_guard, tensor_core, widen
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
@@ -45,7 +45,8 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     """Compute the partials of all segments.
 
     Args:
-      call: query, keys and values are bfloat16 or float16, H a multiple of 64, page_tokens a multiple of 8.
+      call: the query is bfloat16 or float16, and so are keys and values; or these have one byte a number, and the query
+        is float16. H is a multiple of 64, page_tokens of 8.
       scores: what becomes of the products of query and keys.
 
     Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
@@ -54,7 +55,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     """
     query, forest, plan = call.query, call.forest, call.plan
     batch, tokens, num_q_heads, head_dim = query.shape
-    stages = stages_of(head_dim, plan.block_tokens)
+    stages = stages_of(head_dim, plan.block_tokens, call.key_pages.dtype)
     assert stages is not None  # or `why_not` would have said so
     sizes = Sizes(
         packing=Packing.of(plan.heads.group),
@@ -64,10 +65,15 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         page_tokens=plan.page_tokens,
         pages_per_block=plan.block_pages.shape[1],
         stages=stages,
-        factor=scores.scale * _LOG2E,
+        cap_factor=None if scores.softcap is None else scores.scale / scores.softcap,
+        factor=(scores.scale if scores.softcap is None else scores.softcap) * _LOG2E,
         causal=tokens > 1 and call.readers_of_tokens is None,
-        has_token_readers=call.readers_of_tokens is not None,
+        windowed=call.first_position is not None,
+        token_planes=tuple(
+            name for name in ("readers_of_tokens", "positions_of_tokens") if getattr(call, name) is not None
+        ),
         dtype=query.dtype,
+        kv_dtype=call.key_pages.dtype,
     )
     num_ctas, partials = plan.cta_begin.shape[0], plan.num_partials
     inputs = {
@@ -86,13 +92,15 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         "merge_ptr": plan.merge_ptr,
         "used_rows": plan.used_rows,
     }
-    if sizes.causal:
-        position = jnp.pad(query_rows.positions(call).reshape(-1), (0, TILE_ROWS))  # [tiles x tile_rows + 64]
-        inputs |= {"node_start": forest.start, "query_position": position}
-    if call.readers_of_tokens is not None:
+    if sizes.has_positions and not sizes.token_planes:
+        inputs["node_start"] = forest.start
+    bounds = {"query_position": call.query_position} if sizes.causal else {}
+    bounds |= {} if call.first_position is None else {"first_position": call.first_position}
+    for name, position in bounds.items():  # [tiles x tile_rows + 64] each
+        inputs[name] = jnp.pad(query_rows.by_row(position, call).reshape(-1), (0, TILE_ROWS))
+    for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.
-        padding = ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block))
-        inputs["readers_of_tokens"] = jnp.pad(call.readers_of_tokens, padding)
+        inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = {
         "out": jax.ShapeDtypeStruct((partials, TILE_ROWS, head_dim), jnp.float32),
         "max": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
@@ -139,15 +147,17 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
     """Describe shared memory and barriers."""
     swizzle = plgpu.SwizzleTransform(128)
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
-    ring = plgpu.SMEM((sizes.stages, sizes.block, sizes.head_dim), sizes.dtype, transforms=tiled)
+    ring_shape = (sizes.stages, sizes.block, sizes.head_dim)
+    ring = plgpu.SMEM(ring_shape, sizes.kv_dtype, transforms=widen.ring_transforms(sizes))
     state = (plgpu.TilingTransform((8, 32)), swizzle)
     copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
     return {
         "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled),  # `Query`
         "key_ring": ring,  # [stages, block, H]
         "value_ring": ring,
-        # Readers, and positions with causal masks, of each token.
-        "mask": plgpu.SMEM((sizes.stages, 2 if sizes.causal else 1, MAX_BLOCK_TOKENS), jnp.int32),
+        **widen.scratch(sizes, tiled),
+        # Readers, and positions with causal masks and windows, of each token.
+        "mask": plgpu.SMEM((sizes.stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
         # The state that one lane of a narrow segment hands to the other.
         "state": plgpu.SMEM((TILE_ROWS, sizes.acc_columns), jnp.float32, transforms=state),
         "state_rows": plgpu.SMEM((2, TILE_ROWS), jnp.float32),

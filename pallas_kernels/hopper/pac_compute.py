@@ -1,6 +1,7 @@
 """The computing warpgroups of PAC, one a lane: scores, online softmax, values, and a partial at a segment's end."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,9 @@ from pallas_kernels.hopper import tensor_core
 from pallas_kernels.hopper.compat import load
 from pallas_kernels.hopper.pac_pipeline import LANES, UNIFORM_READERS, Pipeline
 from pallas_kernels.hopper.packing import TILE_ROWS
+from pallas_kernels.hopper.widen import in_sixteen_bits
 from pallas_kernels.plan_format import Segment
-from pallas_kernels.token_mask import is_not_after, is_reader, unpack_readers
+from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, unpack_readers
 
 MASK_VALUE = -1e30  # the score of a token that a row does not see
 #: The maximum of a row is at least this: exp2(MASK_VALUE - MIN_ROW_MAX) is 0, not 1.
@@ -123,8 +125,10 @@ def _step(pipeline: Pipeline, lane: _LaneWork, j: jax.Array, state: _State, mask
     stage = pipeline.stage(number)
     plgpu.barrier_wait(pipeline.full(refs.keys_full, segment, number))
     readers = refs.mask[stage, 0, 0] if masked else None  # of the first token; loaded ahead of the products
-    scores = tensor_core.multiply_keys(pipeline, lane.buffer, stage)  # [64, block]
+    keys = in_sixteen_bits(pipeline, refs.key_ring, stage)  # [block, H]
+    scores = tensor_core.multiply_keys(pipeline, lane.buffer, keys)  # [64, block]
     _release(segment, refs.keys_free, stage)
+    scores = scores if sizes.cap_factor is None else _tanh(scores * sizes.cap_factor)
     visible, scores = _mask_scores(pipeline, lane, stage, readers, scores) if masked else (_all_rows(), scores)
     block_max = jnp.where(visible, scores.max(axis=1) * sizes.factor, MASK_VALUE)  # [64]
     row_max = jnp.maximum(jnp.maximum(state.max, block_max), MIN_ROW_MAX)
@@ -134,9 +138,15 @@ def _step(pipeline: Pipeline, lane: _LaneWork, j: jax.Array, state: _State, mask
     rounded = _clear_other_rows(visible, weights.astype(sizes.dtype))
     row_sum = state.sum * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
     plgpu.barrier_wait(pipeline.full(refs.values_full, segment, number))
-    accs = tensor_core.multiply_values(pipeline, accs, rounded, stage)  # [64, columns] each
+    values = in_sixteen_bits(pipeline, refs.value_ring, stage)  # [block, H]
+    accs = tensor_core.multiply_values(pipeline, accs, rounded, values)  # [64, columns] each
     _release(segment, refs.values_free, stage)
     return _State(accs, row_max, row_sum)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """Return tanh, but for 1e-6: 1 - 2 / (1 + e^2x), as what the hardware has for tanh itself is good for 11 bits."""
+    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2.0 * math.log2(math.e)))))  # a reciprocal is one instruction
 
 
 def _mask_scores(
@@ -147,7 +157,7 @@ def _mask_scores(
     Where all tokens have the same `readers`, as in most blocks of a long leaf, nothing needs to be done by token.
     """
     by_token = functools.partial(_mask_by_token, pipeline, lane, stage)
-    if pipeline.sizes.causal or pipeline.sizes.has_token_readers:
+    if pipeline.sizes.has_positions or pipeline.sizes.token_planes:
         return _all_rows(), by_token(scores)
 
     def uniform(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -175,13 +185,16 @@ def _mask_by_token(pipeline: Pipeline, lane: _LaneWork, stage: jax.Array, scores
     readers = load(mask.at[stage, 0, pl.ds(0, sizes.block)], along)  # [block]
     visible = is_reader(row + _first_row(pipeline, lane), *map(over_columns, unpack_readers(readers)))
     scores = jnp.where(visible, scores, MASK_VALUE)
-    if sizes.causal:
+    if sizes.has_positions:
         tile = jnp.where(lane.tile == 0, lane.segment.tile0, lane.segment.tile1)
         at = pl.ds(tile * sizes.packing.tile_rows, TILE_ROWS)
-        query_position = load(refs.query_position.at[at], plgpu.Layout.WGMMA.reduce(1))  # [64]
-        position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
-        past = is_not_after(over_columns(position), _broadcast_rows(query_position, sizes.block))
-        scores = jnp.where(past, scores, MASK_VALUE)
+        bounds: list[tuple[Any, Any]] = [(refs.query_position, is_not_after)] if sizes.causal else []
+        bounds += [(refs.first_position, is_in_window)] if sizes.windowed else []
+        for ref, is_within in bounds:
+            bound = load(ref.at[at], plgpu.Layout.WGMMA.reduce(1))  # [64]
+            position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
+            within = is_within(over_columns(position), _broadcast_rows(bound, sizes.block))
+            scores = jnp.where(within, scores, MASK_VALUE)
     return scores
 
 

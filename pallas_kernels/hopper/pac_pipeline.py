@@ -57,10 +57,23 @@ class Sizes:
     page_tokens: int
     pages_per_block: int
     stages: int
-    factor: float  # from scores to units of log2
+    cap_factor: float | None  # from products to what tanh caps; None without a cap
+    factor: float  # from scores, or from what tanh gives, to units of log2
     causal: bool
-    has_token_readers: bool  # whether the rows that see a token are given, not those that see a page
-    dtype: Any
+    windowed: bool
+    token_planes: tuple[str, ...]  # what is given of each token, not of each page: readers, and positions with a window
+    dtype: Any  # of products
+    kv_dtype: Any  # of the rings
+
+    @property
+    def is_one_byte(self) -> bool:
+        """Whether blocks have one byte a number, which products do not take."""
+        return jnp.dtype(self.kv_dtype).itemsize == 1
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether masks compare the positions of tokens with those of query tokens."""
+        return self.causal or self.windowed
 
     @property
     def block(self) -> int:

@@ -20,7 +20,7 @@ _MAX_AT_ONCE = 8  # loads in flight while gathering
 _FEW_PAGES = 4  # pages of a block whose entries are kept in registers while the copies of query rows are issued
 _THREAD = plgpu.Layout.WG_STRIDED((MAX_BLOCK_TOKENS,), 1)  # a token for each thread
 
-_Entries = tuple[Page, ...] | jax.Array  # or the readers of each token, where those are given
+_Entries = tuple[Page, ...] | list[jax.Array]  # or the planes of the mask, where those are given
 
 
 class _PageMask(NamedTuple):
@@ -28,10 +28,10 @@ class _PageMask(NamedTuple):
 
     readers: jax.Array
     valid: jax.Array  # tokens from the page's first to the end of its node
-    position: jax.Array | None  # of its first token, with causal masks
+    position: jax.Array | None  # of its first token, with causal masks and windows
 
 
-_Masks = tuple[_PageMask, ...] | jax.Array  # or the readers of each token
+_Masks = tuple[_PageMask, ...] | list[jax.Array]  # or the planes
 
 
 def prepare(pipeline: Pipeline) -> None:
@@ -114,22 +114,22 @@ def _entries_of(pipeline: Pipeline, block: jax.Array) -> _Entries:
     """Load the entries of a block's pages."""
     ref, sizes = pipeline.refs.block_pages, pipeline.sizes
     at = jnp.minimum(block, ref.shape[0] - 1)
-    if sizes.has_token_readers:
-        return load(pipeline.refs.readers_of_tokens.at[at], _THREAD)
+    if sizes.token_planes:
+        return [load(getattr(pipeline.refs, name).at[at], _THREAD) for name in sizes.token_planes]
     fields = range(1, len(Page._fields))
     return tuple(Page(None, *(ref[at, j, field] for field in fields)) for j in range(sizes.pages_per_block))
 
 
 def _look_up(pipeline: Pipeline, entries: _Entries) -> _Masks:
     """Load the lengths (and positions) of the nodes that a block's pages belong to."""
-    if isinstance(entries, jax.Array):
+    if isinstance(entries, list):
         return entries
     refs = pipeline.refs
     return tuple(
         _PageMask(
             readers=page.readers,
             valid=refs.node_length[page.node] - page.token,
-            position=refs.node_start[page.node] + page.token if pipeline.sizes.causal else None,
+            position=refs.node_start[page.node] + page.token if pipeline.sizes.has_positions else None,
         )
         for page in entries
     )
@@ -138,10 +138,10 @@ def _look_up(pipeline: Pipeline, entries: _Entries) -> _Masks:
 def _mask_planes(pipeline: Pipeline, masks: _Masks) -> list[jax.Array]:
     """Readers (and positions) of each token of a block; no reader, where a page is not full.
 
-    Without causality, readers are marked where all tokens have the same, so that a block may be masked by row.
+    Without positions, readers are marked where all tokens have the same, so that a block may be masked by row.
     """
-    if isinstance(masks, jax.Array):
-        return [masks]
+    if isinstance(masks, list):
+        return masks
     page_tokens = jnp.int32(pipeline.sizes.page_tokens)
     index = plgpu.broadcasted_iota(jnp.int32, (MAX_BLOCK_TOKENS,), 0, layout=_THREAD)
     page_of, offset = lax.div(index, page_tokens), lax.rem(index, page_tokens)
@@ -150,7 +150,7 @@ def _mask_planes(pipeline: Pipeline, masks: _Masks) -> list[jax.Array]:
         readers = jnp.where(page_of == j, readers_of_token(page.readers, offset, page.valid), readers)
         if page.position is not None:
             position = jnp.where(page_of == j, page.position + offset, position)
-    if pipeline.sizes.causal:
+    if pipeline.sizes.has_positions:
         return [readers, position]
     uniform = [(page.readers == masks[0].readers) & (page.valid >= page_tokens) for page in masks]
     return [readers | jnp.where(functools.reduce(operator.and_, uniform), UNIFORM_READERS, 0)]

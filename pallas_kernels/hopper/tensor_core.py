@@ -33,25 +33,25 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
     return ref.at[pl.ds(first * rows, count * rows)].reshape(count, rows, 64)
 
 
-def multiply_keys(pipeline: Pipeline, buffer: jax.Array, stage: jax.Array) -> jax.Array:
-    """Return the products of a tile of the query and a block of keys, [64, block]."""
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
+    """Return the products of a tile of the query and a block of keys, a reference to [block, H]: [64, block]."""
     refs, sizes = pipeline.refs, pipeline.sizes
 
     def products(scores_ref: Any) -> jax.Array:
         for part in range(sizes.query_parts):
-            keys = refs.key_ring.at[stage, :, pl.ds(part * 64, 64)]
-            plgpu.wgmma(scores_ref, refs.query_buffers.tiles.at[buffer, part], transposed(keys))
+            columns = keys.at[:, pl.ds(part * 64, 64)]
+            plgpu.wgmma(scores_ref, refs.query_buffers.tiles.at[buffer, part], transposed(columns))
         return scores_ref[...]
 
     return pl.run_scoped(products, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))
 
 
-def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: jax.Array, stage: jax.Array) -> list[jax.Array]:
-    """Add the products of weights [64, block] and a block of values to accumulators, [64, acc_columns] each."""
-    values, columns = pipeline.refs.value_ring, pipeline.sizes.acc_columns
+def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: jax.Array, values: Any) -> list[jax.Array]:
+    """Add the products of weights [64, block] and a block of values [block, H] to accumulators, [64, acc_columns]."""
+    columns = pipeline.sizes.acc_columns
 
     def products(acc_refs: list[Any]) -> None:
         for i, acc_ref in enumerate(acc_refs):
-            plgpu.wgmma(acc_ref, weights, values.at[stage, :, pl.ds(i * columns, columns)])
+            plgpu.wgmma(acc_ref, weights, values.at[:, pl.ds(i * columns, columns)])
 
     return pl.run_state(products)([plgpu.ACC.init(acc) for acc in accs])

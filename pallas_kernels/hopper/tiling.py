@@ -22,11 +22,15 @@ class Block(NamedTuple):
 #: last load; where they have much, long ones, which keep the tensor cores busy. `python -m benchmarks.tune` measures
 #: the alternatives.
 BLOCKS = {64: (Block(128, 3), Block(128, 3)), 128: (Block(64, 2), Block(128, 2)), 256: (Block(64, 2), Block(64, 2))}
+#: The same where K and V have one byte a number: blocks in flight are half as large, and each computing warpgroup has
+#: room for one block of 16 bits.
+_ONE_BYTE = {64: (Block(128, 4), Block(128, 4)), 128: (Block(64, 4), Block(128, 2)), 256: (Block(64, 2), Block(64, 2))}
 #: What is much, in KV tokens for each thread block. Tokens that another tile reads again wait for no memory, so that
 #: arithmetic decides sooner.
 _MUCH = (4096, 512)
 _LANES = 2
 _DTYPES = (jnp.bfloat16, jnp.float16)
+_ONE_BYTE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def tiling(heads: Heads, device: jax.Device) -> Tiling:
@@ -36,17 +40,22 @@ def tiling(heads: Heads, device: jax.Device) -> Tiling:
     return Tiling(device.core_count, tile_rows, _LANES, (little.tokens, much.tokens), _MUCH)
 
 
-def stages_of(head_dim: int, block_tokens: int) -> int | None:
+def stages_of(head_dim: int, block_tokens: int, kv_dtype: Any) -> int | None:
     """Return how many blocks are in flight, or None for a block that the kernels do not take."""
-    return next((block.stages for block in BLOCKS[head_dim] if block.tokens == block_tokens), None)
+    blocks = _ONE_BYTE if jnp.dtype(kv_dtype).itemsize == 1 else BLOCKS
+    return next((block.stages for block in blocks[head_dim] if block.tokens == block_tokens), None)
 
 
 def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanArrays | None = None) -> str | None:
     """Say why the kernels cannot serve a call on a device; None if they can."""
     if device.platform != "gpu" or not str(device.compute_capability).startswith("9."):
         return f"it needs a Hopper GPU (sm_90), the default device is {device.device_kind}"
-    if heads.query_dtype not in _DTYPES or heads.kv_dtype != heads.query_dtype:
-        return f"it takes bfloat16 or float16, the same for all, got {heads.query_dtype} and {heads.kv_dtype}"
+    is_sixteen_bits = heads.query_dtype in _DTYPES and heads.kv_dtype == heads.query_dtype
+    if not is_sixteen_bits and heads.kv_dtype not in _ONE_BYTE_DTYPES:
+        return (
+            "it takes bfloat16 or float16, the same for all, or float8_e4m3fn or float8_e5m2 for keys and values, "
+            f"got {heads.query_dtype} and {heads.kv_dtype}"
+        )
     if heads.head_dim not in BLOCKS or heads.value_head_dim != heads.head_dim:
         got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"
         return f"it takes head sizes {', '.join(map(str, BLOCKS))}, the same for keys and values, got {got}"

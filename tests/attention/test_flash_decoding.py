@@ -30,7 +30,7 @@ from paged_rows import (
     table,
 )
 
-from codec_jax import KVPages
+from codec_jax import KVPages, Window
 from codec_jax.attention.plan_cache import CallLayout
 from codec_jax.flash_decoding import flash_attn_with_kvcache, plans
 
@@ -41,6 +41,38 @@ from codec_jax.flash_decoding import flash_attn_with_kvcache, plans
 def test_each_row_attends_to_what_its_blocks_hold(tokens: int, causal: bool, rows: Rows, seed: int) -> None:
     """Rows of length 0 and rows shorter than the query included: what sees no key is 0, with -inf."""
     assert_attends(arrays(seed, tokens), rows, causal)
+
+
+SINKS = np.asarray([0.5, -1.0, 2.0, 0.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "given", "alike"),
+    [
+        (1, {"window_size": (9, -1), "sinks": SINKS}, {"window": 10, "sinks": SINKS}),
+        (3, {"window_size": (20, 0), "softcap": 1.5}, {"window": 21, "softcap": 1.5, "causal": True}),
+        (3, {"attention_chunk": 16, "causal": True}, {"window": Window(16, chunked=True), "causal": True}),
+        (3, {"softcap": 2.0, "sinks": SINKS}, {"softcap": 2.0, "sinks": SINKS}),  # tokens as further heads
+    ],
+    ids=["a window and sinks", "a causal window, a cap", "chunks", "a cap and sinks, not causal"],
+)
+@settings(max_examples=10)
+@given(rows=rows_of_tables(), seed=seeds)
+def test_windows_caps_and_sinks_are_those_of_flash_attn(
+    tokens: int, given: dict[str, Any], alike: dict[str, Any], rows: Rows, seed: int
+) -> None:
+    some = arrays(seed, tokens)
+    out, lse = flash_attn_with_kvcache(*some, **rows._asdict(), return_softmax_lse=True, **given)
+    for got, want in zip((out, lse), attend_each(some, rows, **alike), strict=True):
+        chex.assert_trees_all_close(np.asarray(got, np.float64), want, rtol=1e-5, atol=1e-5)
+
+
+def test_calls_of_other_windows_have_plans_of_their_own() -> None:
+    given, rows = arrays(), Rows(table(2), np.full(ROWS, 50))
+    for _ in range(2):
+        for window_size in ((-1, -1), (9, -1), (10, 0)):
+            flash_attn_with_kvcache(*given, **rows._asdict(), window_size=window_size)
+    assert plans.info()[:2] == (3, 3)
 
 
 @pytest.mark.parametrize("shared", [0, 2, WIDTH])

@@ -94,14 +94,14 @@ REFUSED = {
     "k_descale": np.full((ROWS, 1), 0.5),
     "v_descale": 2.0,
     "alibi_slopes": np.zeros(HEADS),
-    "window_size": (-1, 0),
-    "attention_chunk": 128,
-    "softcap": 30.0,
 }
+#: Of its forks, for what is called sinks here.
+OTHER_NAMES = ("s_aux", "learnable_sink")
 
 
 def test_every_argument_of_flash_attn_is_honoured_ignored_or_refused() -> None:
     honoured = {"cache_seqlens", "cache_batch_idx", "block_table", "softmax_scale", "causal", "return_softmax_lse"}
+    honoured |= {"window_size", "attention_chunk", "softcap"}
     ignored = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_q", "rotary_interleaved"}
     assert honoured | ignored | REFUSED.keys() == UPSTREAM.keys()
 
@@ -118,7 +118,9 @@ def test_what_is_not_supported_is_refused_by_name_with_the_way_out(name: str) ->
         ("cache_leftpad", np.zeros(ROWS, np.int32)),
         ("k_descale", 1.0),
         ("v_descale", np.ones((ROWS, 1))),
-        ("softcap", 0.0),
+        ("softcap", None),
+        ("window_size", None),
+        ("attention_chunk", None),
     ],
 )
 def test_a_value_that_asks_for_nothing_is_taken(name: str, value: object) -> None:
@@ -134,8 +136,14 @@ def test_k_and_v_are_refused_where_flash_attn_has_them_too() -> None:
 
 
 def test_what_is_no_array_is_shown_as_it_is() -> None:
-    with pytest.raises(ValueError, match=r"^window_size: expected \(-1, -1\), got \(128, 0\); "):
-        flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, window_size=(128, 0))
+    with pytest.raises(ValueError, match=r"^cache_leftpad: expected 0, got \(1, 0\); "):
+        flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, cache_leftpad=(1, 0))
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_sinks_are_named_where_they_come_by_another_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: expected None, got an array of shape \(4,\); pass it as sinks"):
+        flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, **{name: np.zeros(HEADS)})
 
 
 def test_an_argument_that_flash_attn_does_not_have_is_refused_as_python_does() -> None:
@@ -207,8 +215,24 @@ WRONG = {
         r"^cache_seqlens: expected lengths in \[0, 64\], .*got cache_seqlens\[2\] = 65",
     ),
     "a length below 0": ({"cache_seqlens": -1}, r"^cache_seqlens: expected lengths in \[0, 64\], .* = -1$"),
+    "keys to the right": ({"window_size": (8, 2)}, r"^window_size: expected -1 or 0 on the right, got 2; pass causal="),
+    "a window that is none": ({"window_size": (1.5, 0)}, r"^window_size: expected an integer of at least -1, got 1\.5"),
+    "two windows": (
+        {"window_size": (8, 0), "attention_chunk": 16},
+        r"^attention_chunk: expected 0 beside window_size = \(8, 0\), got 16; pass one of them",
+    ),
+    "several tokens that see all keys to the right": (
+        {"q": np.zeros((ROWS, 2, HEADS, HEAD_DIM), np.float32), "window_size": (8, -1)},
+        r"^window_size: expected no bound on the left without causal, got \(8, -1\); pass causal=True",
+    ),
+    "several tokens that see their chunk to its end": (
+        {"q": np.zeros((ROWS, 2, HEADS, HEAD_DIM), np.float32), "attention_chunk": 8},
+        r"^attention_chunk: expected no bound on the left without causal, got 8; pass causal=True",
+    ),
+    "a cap below 0": ({"softcap": -1.0}, r"^softcap: expected a positive number or None, got -1\.0"),
+    "sinks of other heads": ({"sinks": np.zeros(3, np.float32)}, r"^sinks: expected shape \[nheads = 4\], got \(3,\)"),
     "a scale that is not finite": ({"softmax_scale": np.inf}, r"^softmax_scale: expected a finite number, got inf"),
-    "an unknown implementation": ({"implementation": "cuda"}, r"^implementation: expected 'mosaic', 'xla' or None"),
+    "an unknown implementation": ({"implementation": "cuda"}, r"^implementation: expected 'mosaic', 'xla', .* or None"),
 }  # fmt: skip
 
 

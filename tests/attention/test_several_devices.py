@@ -13,6 +13,7 @@ from forests import Tree, ancestry, candidate_parents, renumbered, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from kernel_calls import Arrays, Exact
 
 from codec_jax import DraftTrees, Forest, KVPages, PagePool, Plan, PlanError, make_plan
 from codec_jax.attention import backends, forest_attention
@@ -35,7 +36,7 @@ def mesh_of(shape: tuple[int, int], *kinds: AxisType) -> Mesh:
     return jax.make_mesh(shape, ("context", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
 
 
-def plan_of(forest: Forest, mesh: Mesh, query_tokens: int = 1, steps: int = 1) -> Plan:
+def plan_of(forest: Forest, mesh: Mesh, query_tokens: int = 1, steps: int = 1, window: int | None = None) -> Plan:
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
     return make_plan(
         forest,
@@ -44,6 +45,7 @@ def plan_of(forest: Forest, mesh: Mesh, query_tokens: int = 1, steps: int = 1) -
         head_dim=HEAD_DIM,
         steps=steps,
         query_tokens=query_tokens,
+        window=window,
         num_ctas=3,
         tile_rows=8,
         block_tokens=32,
@@ -98,6 +100,29 @@ def test_arrays_may_be_divided_already(kinds: tuple[AxisType, ...], jitted: bool
     out = (jax.jit(attend) if jitted else attend)(*placed, forest, plan_of(forest, mesh))
     assert_close(out, attend_each(*arrays, slots).out)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, QUERY), out.ndim)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_sinks_count_once_and_windows_leave_out_what_they_hide_on_every_device(kind: AxisType) -> None:
+    mesh, sinks = mesh_of((4, 2), kind, kind), np.linspace(-1, 3, HEADS[0], dtype=np.float32)
+    attend = jax.jit(partial(forest_attention, mesh=mesh, softcap=1.5, return_residuals=True))
+
+    @settings(max_examples=6)
+    @given(SOME_TREES, seeds)
+    def check(tree: Tree, seed: int) -> None:
+        forest, _ = scattered(tree, seed)
+        if not forest.request_length.any():
+            return
+        arrays = Arrays(*map(jnp.asarray, arrays_of(seed, 2)))
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, (QUERY, KV, KV), strict=True)]
+        plan = plan_of(forest, mesh, 2, window=21)
+        out, (row_max, row_sum) = attend(*placed, forest, plan, sinks=jnp.asarray(sinks))
+        for request in np.flatnonzero(forest.active):
+            exact = Exact.of(arrays, forest, request, softcap=1.5, window=21, sinks=sinks)
+            assert_close(out[request], exact.out)
+            assert_close(row_max[request] + np.log(row_sum[request]), exact.logsumexp)
+
+    check()
 
 
 def test_draft_trees_are_seen_wherever_they_live() -> None:

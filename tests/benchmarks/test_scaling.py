@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks import scaling, tables
 from benchmarks.ceilings import Ceilings
-from benchmarks.decode_step import SharedDocument
+from benchmarks.decode_step import PLAIN_MODELS, SharedDocument
 from benchmarks.decode_step import weight_bytes as bytes_of_model
 from benchmarks.report import ROOT
 from benchmarks.scaling_model import (
@@ -32,7 +32,7 @@ from benchmarks.scaling_model import (
     weight_bytes,
     work,
 )
-from codec_jax.nnx import PUBLISHED, DecoderConfig, random_decoder
+from codec_jax.nnx import DecoderConfig, random_decoder
 from codec_jax.nnx.parallel import ALONE, Parallel
 
 FLOAT32 = {"dtype": jnp.float32, "param_dtype": jnp.float32}
@@ -40,7 +40,7 @@ TINY = DecoderConfig(64, 32, 48, num_layers=2, num_q_heads=8, num_kv_heads=2, he
 H200 = MACHINES["NVIDIA H200"]
 COSTS = Costs(10.0, 1.5, 20.0, 0.5, 30.0, 1e-4)
 
-configs = st.sampled_from([TINY, *PUBLISHED.values()])
+configs = st.sampled_from([TINY, *PLAIN_MODELS.values()])
 cases = st.builds(SharedDocument, st.integers(1, 1 << 20), st.integers(1, 512), st.integers(0, 4096))
 parallels = st.builds(Parallel, *[st.sampled_from([1, 2, 4, 8, 16])] * 2)
 
@@ -57,7 +57,7 @@ def test_a_device_alone_reads_the_weights_of_the_model(tied: bool) -> None:
 @pytest.mark.parametrize(("model", "parameters"), [("qwen3-32b", 32_762_123_264), ("llama-3.1-70b", 70_553_706_496)])
 def test_models_have_as_many_parameters_as_their_cards_say(model: str, parameters: int) -> None:
     empty = SharedDocument(document=0, requests=0)
-    assert memory_bytes(PUBLISHED[model], empty, ALONE) == 2 * parameters
+    assert memory_bytes(PLAIN_MODELS[model], empty, ALONE) == 2 * parameters
 
 
 @given(configs, cases, parallels)
@@ -108,7 +108,7 @@ def test_an_exchange_takes_its_latency_and_its_bytes_at_the_rate_of_the_slowest_
 
 
 def test_a_step_by_hand() -> None:
-    case, config = SharedDocument(document=100_000, requests=4, own=8), PUBLISHED["qwen3-0.6b"]
+    case, config = SharedDocument(document=100_000, requests=4, own=8), PLAIN_MODELS["qwen3-0.6b"]
     parts = step_us(config, case, ALONE, Machine(Ceilings(1e6, 1e9), 1e11), COSTS)
     layer = 1024 * (16 + 8 + 8) * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072
     weights = 28 * layer + 151_936 * 1024 + 28 * (2 * 1024 + 2 * 128) + 1024
@@ -147,7 +147,7 @@ def test_faster_memory_arithmetic_or_links_never_make_a_step_slower(
 
 
 def test_costs_that_rows_were_made_of_are_found_again() -> None:
-    config, rows = PUBLISHED["qwen3-4b"], []
+    config, rows = PLAIN_MODELS["qwen3-4b"], []
     read, multiply = H200.rates
     for document, requests in ((120_000, 16), (120_000, 64), (32_768, 16), (32_768, 128)):
         each = work(config, SharedDocument(document, requests, 128), ALONE)
@@ -162,7 +162,7 @@ def test_costs_that_rows_were_made_of_are_found_again() -> None:
 
 
 def test_groups_fit_the_memory_and_divide_the_model() -> None:
-    config = PUBLISHED["qwen3-4b"]
+    config = PLAIN_MODELS["qwen3-4b"]
     assert {(each.tensor, each.context) for each in groups(config, 4)} == {(1, 4), (2, 2), (4, 1)}
     assert groups(config, 3) == groups(config, 64) == []
     long = SharedDocument(document=1 << 20, requests=16)  # 155 GB of KV
@@ -263,7 +263,7 @@ def test_a_loop_does_what_it_is_timed_for(kind: str) -> None:
 
 
 def test_layers_are_left_out_until_a_gpu_holds_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, case = PUBLISHED["qwen3-4b"], SharedDocument(document=120_000, requests=64)
+    config, case = PLAIN_MODELS["qwen3-4b"], SharedDocument(document=120_000, requests=64)
     assert scaling.cut_to_fit(config, [case]) == config
     monkeypatch.setattr(scaling, "free_bytes", lambda: 20e9)
     cut = scaling.cut_to_fit(config, [case])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codec_jax import Forest, KVPages, OutOfPagesError, PagePool
-from codec_jax.forest import NO_SLOT
+from codec_jax.forest import NO_SLOT, Quantisation
 
 
 def test_a_new_pool_is_free_but_for_the_pages_that_are_taken():
@@ -164,6 +164,45 @@ def test_what_the_pages_cannot_hold_as_a_number_is_stored_as_0_in_v_and_as_it_is
     pages = KVPages.zeros(1, 8, 1, 2, dtype).write(jnp.zeros((1, 1), jnp.int32), row, row)
     assert pages.value[0, 0, 0].tolist() == [0.0, 1.0]
     assert pages.key[0, 0, 0].tolist() == [np.inf, 1.0]
+
+
+def test_pages_of_one_byte_hold_numbers_over_their_scale_and_count_what_is_too_large():
+    """Rounded to 4 significant bits, as the format says; K keeps its NaN, V none."""
+    rng, scale = np.random.default_rng(0), {"key": [0.5, 2.0], "value": 0.25}
+    pages = KVPages.zeros(4, 8, 2, 64, jnp.float8_e4m3fn, quantisation=Quantisation.of(2, scale["key"], scale["value"]))
+    key, value = (rng.normal(size=(1, 3, 2, 64)).astype(np.float32) * 3 for _ in "kv")
+    key[0, 0, 0, 0], key[0, 1, 1, :2], value[0, 0, 1, :3] = np.nan, [-897.0, 2000.0], [np.inf, np.nan, -112.5]
+    key[0, 2] = value[0, 2] = 1e9  # not stored
+    after = jax.jit(KVPages.write)(pages, jnp.asarray([[9, 17, NO_SLOT]]), key, value)
+    assert int(after.quantisation.saturated) == 4
+    assert np.isnan(after.key.astype(jnp.float32)).sum() == 1
+    value[0, 0, 1, :3] = [112.0, 0.0, -112.0]
+    key[0, 1, 1, :2] = [-896.0, 896.0]
+    for stored, meant, factor in ((after.key, key, [[0.5], [2.0]]), (after.value, value, [[0.25]])):
+        found = np.asarray(stored, np.float32).reshape(-1, 2, 64)[[9, 17]] * factor
+        at = np.isfinite(meant[0, :2])
+        # Half of a unit in the last of 3 bits after the leading one, or of the smallest number.
+        bound = np.maximum(np.abs(meant[0, :2]) / 16, np.broadcast_to(factor, (2, 64)) * 2.0**-10)
+        assert (np.abs(found - meant[0, :2]) <= bound)[at].all()
+    assert np.count_nonzero(np.asarray(after.value, np.float32).reshape(-1, 128).any(axis=1)) == 2
+    moved = after.move(jnp.asarray([[9]]), jnp.asarray([[3]]))
+    assert moved.quantisation is not None
+    np.testing.assert_array_equal(moved.value[0, 3], after.value[1, 1])
+
+
+def test_what_is_no_quantisation_of_pages_is_refused():
+    row = jnp.ones((1, 1, 2, 64))
+    with pytest.raises(ValueError, match=r"dtype: expected float8_e4m3fn to write one byte a number, got float8_e5m2"):
+        KVPages.zeros(4, 8, 2, 64, jnp.float8_e5m2)
+    read_only = KVPages(*[jnp.zeros((4, 8, 2, 64), jnp.float8_e5m2)] * 2, Quantisation.of(2))
+    with pytest.raises(ValueError, match="float8_e5m2, which is only read"):
+        read_only.write(jnp.zeros((1, 1), jnp.int32), row, row)
+    with pytest.raises(ValueError, match=r"quantisation: expected None for pages of bfloat16"):
+        KVPages.zeros(4, 8, 2, 64, quantisation=Quantisation.of(2))
+    with pytest.raises(ValueError, match=r"key_scale: expected a number, or one for each of 2 kv heads, got"):
+        Quantisation.of(2, np.ones(3))
+    with pytest.raises(ValueError, match=r"value_scale: expected positive finite numbers, got \[1.0, 0.0\]"):
+        Quantisation.of(2, 1.0, [1.0, 0.0])
 
 
 def test_negative_slots_are_out_of_bounds_as_large_ones_are():

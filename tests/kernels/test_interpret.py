@@ -16,7 +16,7 @@ from forests import Tree, renumbered
 from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, plan_of
 from plan_cases import num_wide
 
-from codec_jax import Forest, PagePool
+from codec_jax import Forest, PagePool, Window
 from codec_jax.attention import backends
 from codec_jax.attention.xla import XLA
 from pallas_kernels import HOPPER
@@ -58,6 +58,9 @@ class Case(NamedTuple):
     dtype: Any = jnp.bfloat16
     wide: bool = False
     grain: int = 1  # of POR, by the number of streams
+    window: Window | int | None = None
+    softcap: float | None = None
+    sinks: Any = None
 
 
 CASES = {
@@ -84,7 +87,18 @@ CASES = {
     "more streams": Case(TREE, Heads(3, 1, 64), num_ctas=3, grain=3),
     "many streams": Case(TREE, Heads(8, 2, 64), num_ctas=3, grain=4),
     "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True),
-}
+    # Blocks that all rows see in full lie between blocks that the window and those that the end of a node cuts.
+    "a window": Case(Tree([-1, 0, 0], [700, 9, 30], [2, 1]), Heads(2, 1, 64), num_ctas=3, window=500),
+    "a chunked window, wide, a cap and sinks": Case(
+        Tree([-1, *[0] * 6], [300, *range(6, 0, -1)], list(range(1, 7))), Heads(16, 1, 64),
+        wide=True, window=Window(130, chunked=True), softcap=3.0, sinks=np.linspace(-2, 2, 16, dtype=np.float32),
+    ),
+    "a window, causal, rows in any order, a cap": Case(
+        Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64),
+        query_tokens=5, wide=True, window=37, softcap=0.5,
+    ),
+    "a cap": Case(SIX, Heads(2, 1, 128), block_tokens=64, softcap=30.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -100,19 +114,52 @@ def test_interpreted_kernels_equal_dense_attention_without_races(
         num_ctas=case.num_ctas,
         block_tokens=case.block_tokens,
         block_capacity=0,
+        window=case.window,
     )
     assert (num_wide(plan) > 0) == case.wide
     num_pages = len(forest.used_pages) + 1
     arrays = Arrays.random(forest, case.heads, case.dtype, 0, case.query_tokens, num_pages)
-    check(arrays, forest, plan)
+    check(arrays, forest, plan, softcap=case.softcap, sinks=case.sinks)
     assert RACE not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("query_tokens", [1, 2])
-def test_one_plan_serves_leaves_that_grow_without_races(query_tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+ONE_BYTE = {
+    "narrow, a block of each lane": (Case(SIX, Heads(4, 2, 128), num_ctas=1), jnp.float8_e4m3fn),
+    "wide, rows of 64 bytes": (
+        Case(
+            Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64), query_tokens=5, wide=True
+        ),
+        jnp.float8_e5m2,
+    ),
+    "two accumulators a row": (Case(SIX, Heads(2, 1, 256), block_tokens=64), jnp.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize(("case", "kv_dtype"), ONE_BYTE.values(), ids=ONE_BYTE.keys())
+def test_pages_of_one_byte_are_attended_as_what_they_mean(
+    case: Case, kv_dtype: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forest, heads = Forest.from_nodes(*case.tree), case.heads
+    plan = plan_of(
+        forest, heads, query_tokens=case.query_tokens, num_ctas=case.num_ctas, block_tokens=case.block_tokens,
+        block_capacity=0,
+    )  # fmt: skip
+    assert (num_wide(plan) > 0) == case.wide
+    num_pages = len(forest.used_pages) + 1
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, case.query_tokens, num_pages, kv_dtype)
+    scales = jnp.linspace(0.3, 2.0, heads.kv), jnp.linspace(1.7, 0.01, heads.kv)
+    check(arrays, forest, plan, scales=scales)
+    assert RACE not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("query_tokens", "window"), [(1, None), (2, None), (1, 60)])
+def test_one_plan_serves_leaves_that_grow_without_races(
+    query_tokens: int, window: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     heads, forest = Heads(2, 1, 64), Forest.from_nodes([-1, 0, 0], [100, 15, 31], [1, 2, 0])
     forest, _ = forest.reserve(PagePool.create(32, forest.used_pages), 20)
-    plan = plan_of(forest, heads, steps=20, query_tokens=query_tokens, num_ctas=2, block_capacity=0)
+    sizes = {"query_tokens": query_tokens, "num_ctas": 2, "block_capacity": 0, "window": window}
+    plan = plan_of(forest, heads, steps=20, **sizes)
     for step in range(2):
         check(Arrays.random(forest, heads, jnp.bfloat16, step, query_tokens, num_pages=32), forest, plan)
         forest = forest.extend(np.asarray([17, 2, 9])) if step == 0 else forest
@@ -128,6 +175,12 @@ def test_a_nan_in_k_stays_with_its_reader_where_its_neighbours_are_masked_by_row
     check(arrays, forest, plan, requests=[1])
 
 
+def test_tanh_is_exact_but_for_a_millionth_and_keeps_what_is_not_finite() -> None:
+    x = np.concatenate([np.linspace(-30, 30, 4001), 10.0 ** np.arange(-30, 38), [np.inf, -np.inf]]).astype(np.float32)
+    np.testing.assert_allclose(pac_compute._tanh(jnp.asarray(x)), np.tanh(x.astype(np.float64)), rtol=0, atol=1e-6)
+    assert np.isnan(pac_compute._tanh(jnp.float32(np.nan)))
+
+
 class Drafts(NamedTuple):
     """Leaves that end in candidates, their trees, and the sizes that matter."""
 
@@ -139,6 +192,7 @@ class Drafts(NamedTuple):
     dtype: Any = jnp.bfloat16
     wide: bool = False
     root: int = 70
+    window: int | None = None
 
 
 # Depth first: a chain and a star, two roots, trees of two levels; the last requests have candidates of no tree.
@@ -151,6 +205,7 @@ DRAFTS = {
         [7, 5], [renumbered([-1, -1, 1, 1, 0, 0, *range(5, 16), *range(2, 17)])] * 2, Heads(4, 1, 128),
         page_size=8, block_tokens=64, dtype=jnp.float16, wide=True, root=120,
     ),
+    "a window that ends within the tree": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(4, 2, 64), window=3),
 }  # fmt: skip
 
 
@@ -162,7 +217,13 @@ def test_draft_trees_equal_dense_attention_without_races(case: Drafts, capsys: p
     forest, _ = forest.reserve(PagePool.create(64, forest.used_pages), tokens)
     forest = forest.extend(tokens)
     plan = plan_of(
-        forest, case.heads, query_tokens=tokens, num_ctas=2, block_tokens=case.block_tokens, block_capacity=0
+        forest,
+        case.heads,
+        query_tokens=tokens,
+        num_ctas=2,
+        block_tokens=case.block_tokens,
+        block_capacity=0,
+        window=case.window,
     )
     assert (num_wide(plan) > 0) == case.wide
     arrays = Arrays.random(forest, case.heads, case.dtype, 0, tokens, num_pages=64)

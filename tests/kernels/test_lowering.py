@@ -1,6 +1,7 @@
 """The Hopper kernels on any machine: what they lower to for CUDA, and what they refuse."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from kernel_calls import CONFIGS, Heads, attend_hopper, plan_of
 
-from codec_jax import Forest
+from codec_jax import Forest, Window
 from codec_jax.attention import forest_attention
 from pallas_kernels import HOPPER
 from pallas_kernels import Heads as AllHeads
@@ -65,6 +66,17 @@ def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(call: C
     assert tokens > 1 or "stablehlo.gather" not in text
 
 
+@pytest.mark.parametrize(("dim", "block_tokens"), CONFIGS)
+@pytest.mark.parametrize("kv_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_pages_of_one_byte_lower_for_cuda(dim: int, block_tokens: int, kv_dtype: Any) -> None:
+    heads, forest = Heads(32, 8, dim), Forest.from_nodes([-1, 0], [200, 40], [1] * 9)
+    plan = plan_of(forest, heads, block_tokens=block_tokens)
+    query = jax.ShapeDtypeStruct((9, 1, heads.q, dim), jnp.float32)
+    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, dim), kv_dtype)
+    lowered = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
 def test_calls_of_a_step_that_differ_only_in_their_arrays_are_lowered_once() -> None:
     heads, forest = Heads(8, 2, 128), Forest.from_nodes([-1, 0], [200, 40], [1])
     plan = plan_of(forest, heads, block_tokens=128)
@@ -80,17 +92,41 @@ def test_calls_of_a_step_that_differ_only_in_their_arrays_are_lowered_once() -> 
     assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
-def test_draft_trees_lower_for_cuda_as_two_kernels_with_one_column_of_masks() -> None:
+def test_draft_trees_lower_for_cuda_as_two_kernels() -> None:
     heads, tokens, requests = Heads(32, 8, 128), 9, 5
     forest = Forest.from_nodes([-1, *[0] * requests], [200, *[40] * requests], range(1, requests + 1))
     query = jax.ShapeDtypeStruct((requests, tokens, heads.q, heads.dim), jnp.bfloat16)
-    for block_tokens in (64, 128):
-        plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=block_tokens)
+    for block_tokens, window in ((64, None), (128, None), (128, 1024)):
+        plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=block_tokens, window=window)
         pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), jnp.bfloat16)
-        readers = jax.ShapeDtypeStruct((plan.arrays.block_pages.shape[0], block_tokens), jnp.int32)
+        by_token = jax.ShapeDtypeStruct((plan.arrays.block_pages.shape[0], block_tokens), jnp.int32)
 
-        traced = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan, readers)
+        planes = [by_token] if window is None else [by_token] * 2
+        traced = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan, *planes)
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "window", "softcap", "tokens"),
+    [
+        (CONFIGS[0], 1024, None, 1),
+        (CONFIGS[1], None, 50.0, 1),
+        (CONFIGS[2], Window(64, chunked=True), 30.0, 4),
+        (CONFIGS[3], 100, 50.0, 1),
+    ],
+    ids=["a window", "a cap", "both, several tokens", "both"],
+)
+def test_windows_and_caps_lower_for_cuda_as_two_kernels(
+    config: tuple[int, int], window: Any, softcap: float | None, tokens: int
+) -> None:
+    dim, block_tokens = config
+    heads, forest = Heads(32, 8, dim), Forest.from_nodes([-1, 0], [200, 40], [1] * 9)
+    plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=block_tokens, window=window)
+    query = jax.ShapeDtypeStruct((9, tokens, heads.q, heads.dim), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), jnp.bfloat16)
+    attend = jax.jit(partial(attend_hopper, softcap=softcap))
+    text = attend.trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
 # --- What is refused --------------------------------------------------------------------------------------------
@@ -109,14 +145,18 @@ def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
         ({"head_dim": 64}, None),
         ({"block_tokens": 64}, None),
         ({"page_size": 256}, None),
+        ({"pages": jnp.float8_e5m2}, None),
         (
             {"device": device(capability="8.0")},
             r"it needs a Hopper GPU \(sm_90\), the default device is a test's device",
         ),
         ({"device": device(capability="10.0")}, "it needs a Hopper GPU"),
         ({"device": device("cpu")}, "it needs a Hopper GPU"),
-        ({"query": jnp.float32}, "it takes bfloat16 or float16, the same for all, got float32 and bfloat16"),
-        ({"pages": jnp.float16}, "it takes bfloat16 or float16, the same for all, got bfloat16 and float16"),
+        (
+            {"query": jnp.float32},
+            r"the same for all, or float8_e4m3fn or .* for keys and values, got float32 and bfloat16",
+        ),
+        ({"pages": jnp.float16}, r"it takes bfloat16 or float16, .*, got bfloat16 and float16"),
         (
             {"head_dim": 96},
             "it takes head sizes 64, 128, 256, the same for keys and values, got 96 for keys and 96 for values",

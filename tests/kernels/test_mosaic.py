@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from kernel_calls import CONFIGS, PAGES, SIX, TREE, Arrays, Exact, Heads, attend, attend_mosaic, check, grown, plan_of
 from plan_cases import num_wide, used_segments
 
-from codec_jax import DraftTrees, Forest, KVPages, PagePool, make_plan
+from codec_jax import DraftTrees, Forest, KVPages, PagePool, Window, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.forest import NO_SLOT
 from pallas_kernels.hopper.packing import TILE_ROWS
@@ -51,6 +51,22 @@ def test_random_forests_equal_dense_attention(
     check_one()
     several_tiles = 10 * query_tokens * heads.q // heads.kv > 2 * TILE_ROWS
     assert (wide > 0) == several_tiles
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize(
+    ("heads", "query_tokens", "requests"),
+    [(Heads(32, 8, 128), 1, 6), (Heads(32, 8, 128), 5, 45), (Heads(16, 2, 64), 1, 45), (Heads(8, 4, 256), 3, 20)],
+    ids=str,
+)
+def test_pages_of_one_byte(heads: Heads, query_tokens: int, requests: int, kv_dtype: Any) -> None:
+    lengths = np.random.default_rng(0).integers(0, 200, requests)
+    forest = Forest.from_nodes([-1] + [0] * requests, [5000, *lengths], np.arange(requests) + 1)
+    plan = plan_of(forest, heads, query_tokens=query_tokens)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, query_tokens, num_pages=1000, kv_dtype=kv_dtype)
+    scales = jnp.linspace(0.3, 2.0, heads.kv), jnp.linspace(1.7, 0.01, heads.kv)
+    check(arrays, forest, plan, requests=(0, 1, requests - 1), scales=scales)
 
 
 @pytest.mark.gpu
@@ -139,6 +155,57 @@ def test_one_plan_serves_leaves_that_grow(query_tokens: int) -> None:
     for step in range(4):
         check(Arrays.random(forest, heads, jnp.bfloat16, step, query_tokens), forest, plan)
         forest = forest.extend(np.random.default_rng(step).integers(0, 14, 22)) if step < 3 else forest
+
+
+SINKS = np.linspace(-4, 4, 32, dtype=np.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_tokens", [1, 5])
+@pytest.mark.parametrize("window", [100, 700, Window(500, chunked=True)], ids=str)
+@pytest.mark.parametrize(("head_dim", "block_tokens"), CONFIGS)
+def test_windows_equal_dense_attention_while_leaves_grow(
+    head_dim: int, block_tokens: int, window: Window | int, query_tokens: int
+) -> None:
+    heads = Heads(32, 8, head_dim)
+    forest = Forest.from_nodes([-1] + [0] * 20, [900, *range(0, 200, 10)], list(range(1, 21)), request_capacity=22)
+    forest, _ = forest.reserve(PagePool.create(PAGES * 2, forest.used_pages), 40)
+    plan = plan_of(forest, heads, steps=40, query_tokens=query_tokens, block_tokens=block_tokens, window=window)
+    for step in range(2):
+        arrays = Arrays.random(forest, heads, jnp.bfloat16, step, query_tokens, num_pages=2 * PAGES)
+        check(arrays, forest, plan, softcap=20.0 if step else None, sinks=SINKS)
+        forest = forest.extend(np.random.default_rng(step).integers(0, 40, 22)) if step == 0 else forest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("softcap", "scale"), [(50.0, 1.0), (30.0, 20.0), (0.01, 1.0)])
+def test_capped_scores_are_as_exact_as_others(softcap: float, scale: float, dtype: Any) -> None:
+    """Of scores far below the cap, about it, and so far above it that tanh is 1."""
+    heads, forest = Heads(32, 8, 128), grown(TREE, request_capacity=9)
+    check(Arrays.random(forest, heads, dtype, 1), forest, plan_of(forest, heads), softcap=softcap, scale=scale)
+
+
+@pytest.mark.gpu
+def test_a_window_over_a_long_context() -> None:
+    heads, tokens = Heads(16, 1, 128), 120_003
+    forest = Forest.from_nodes([-1], [tokens], [0], page_size=64)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=len(forest.used_pages))
+    plan = plan_of(forest, heads, window=1024)
+    assert sum(segment.end - segment.begin for segment in used_segments(plan)) <= 10
+    check(arrays, forest, plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [3, 50])
+def test_draft_trees_with_a_window_equal_dense_attention(window: int) -> None:
+    heads, requests, tokens = Heads(32, 8, 128), 20, 16
+    forest = Forest.from_nodes([-1] + [0] * requests, [300, *range(0, 200, 10)], list(range(1, requests + 1)))
+    num_pages = len(forest.used_pages) + 3 * requests
+    forest = forest.reserve(PagePool.create(num_pages, forest.used_pages), tokens)[0].extend(tokens)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, tokens, num_pages)
+    parent = random_drafts(np.random.default_rng(0), requests, tokens)
+    check(arrays, forest, plan_of(forest, heads, query_tokens=tokens, window=window), parent=parent)
 
 
 def random_drafts(rng: np.random.Generator, requests: int, tokens: int) -> list[list[int]]:

@@ -77,7 +77,7 @@ WRONG = {
     "truncated config": (cut("config.json", 20), "config.json: expected a JSON file, got .*"),
     "another architecture": (
         change_json("config.json", model_type="mixtral"),
-        'config.json: expected model_type to be one of llama, qwen3, got "mixtral"',
+        'config.json: expected model_type to be one of llama, mistral, qwen2, .*, got "mixtral"',
     ),
     "another head": (
         change_json("config.json", architectures=["Qwen3ForTokenClassification"]),
@@ -152,12 +152,12 @@ WRONG = {
         "config.json: expected full attention in every layer, got .*sliding_attention.*",
     ),
     "rotary scaling": (
-        change_json("config.json", rope_scaling={"type": "yarn", "factor": 4.0}),
-        'config.json: expected rope_scaling of type default or llama3, .* got {"type": "yarn", "factor": 4.0}',
+        change_json("config.json", rope_scaling={"type": "dynamic", "factor": 4.0}),
+        'config.json: expected rope_scaling of type default, linear, .* got {"type": "dynamic", "factor": 4.0}',
     ),
     "rotary scaling per kind of layer": (
         change_json("config.json", rope_parameters={"full_attention": {"rope_theta": 100.0}}),
-        "config.json: expected rope_parameters of type default or llama3, .*",
+        "config.json: expected rope_parameters of type default, linear, llama3 or yarn, .*",
     ),
     "rotary scaling that is no object": (
         change_json("config.json", rope_scaling="llama3"),

@@ -17,6 +17,7 @@ from small_checkpoints import (
     LLAMA,
     LLAMA3,
     LLAMA_NEWER,
+    QWEN2,
     QWEN3,
     SIZES,
     TOKENS,
@@ -35,8 +36,8 @@ from codec_jax.nnx.weights import parameter_shapes
 
 @pytest.mark.parametrize(
     ("config", "shards", "dtype"),
-    [(QWEN3, 1, np.float32), (LLAMA, 3, np.float16), (LLAMA_NEWER, 2, ml_dtypes.bfloat16)],
-    ids=["Qwen3", "Llama, shards, float16", "Llama, rope_parameters, shards, bfloat16"],
+    [(QWEN3, 1, np.float32), (LLAMA, 3, np.float16), (LLAMA_NEWER, 2, ml_dtypes.bfloat16), (QWEN2, 1, np.float32)],
+    ids=["Qwen3", "Llama, shards, float16", "Llama, rope_parameters, shards, bfloat16", "Qwen2.5"],
 )
 def test_logits_are_those_of_the_tensors_in_the_files(tmp_path: Path, config: dict, shards: int, dtype: Any) -> None:
     tensors = tensors_of(config, dtype)
@@ -110,6 +111,19 @@ def test_a_prompt_is_never_cut_or_filled_up_by_settings_of_the_tokenizer(tmp_pat
     assert open_checkpoint(tmp_path).tokenizer.encode(["w1", "w2", "w3"], is_pretokenized=True).ids == [1, 2, 3]
 
 
+def test_a_special_token_of_a_relative_may_be_beyond_the_vocabulary(tmp_path: Path) -> None:
+    write(tmp_path, QWEN3, tensors_of(QWEN3))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    checkpoint = open_checkpoint(tmp_path)
+    tokens = checkpoint.tokenizer.encode("<image>").ids
+    assert tokens == [VOCAB]
+    sampler = Sampler(checkpoint.load(), max_requests=1, num_pages=4, page_size=8)
+    with pytest.raises(ValueError, match=f"{VOCAB}"):
+        sampler.start([tokens])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_weights_are_those_of_the_file_rounded_to_the_dtype(tmp_path: Path, dtype: Any) -> None:
     tensors = tensors_of(QWEN3)
@@ -164,6 +178,9 @@ def test_shards_need_no_index(tmp_path: Path) -> None:
         ("qwen3-8b", 8_190_735_360),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("gemma-3-12b", 11_766_034_176),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_published_sizes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:

@@ -183,6 +183,28 @@ def test_stop_tokens_end_a_request(engine: Engine, dense: Dense) -> None:
     assert request.finish_reason == "stop"
 
 
+def test_loops_that_run_to_their_ends_draw_the_same(
+    setup: Setup, dense: Dense, monkeypatch: pytest.MonkeyPatch, compilations: list
+) -> None:
+    """As on a GPU: after the last token of all requests, further turns change nothing."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    engine = make_engine(setup.dense.model, steps=3)  # of no other test: loops are chosen where they are traced
+    text = dense.greedy(PROMPTS[0], 11)
+    stop = next(token for i, token in enumerate(text) if i > 2 and token not in text[:i])
+    compilations.clear()
+    stops = engine.submit(PROMPTS[0], greedy(11, stop_tokens=[stop]))
+    requests = [engine.submit(prompt, greedy(5 + i)) for i, prompt in enumerate(PROMPTS)]
+    run(engine)
+    [late] = engine.generate([[*PROMPTS[0], *stops.tokens]], greedy(1))
+    assert not compilations
+    assert stops.tokens == text[: text.index(stop) + 1]
+    for i, request in enumerate(requests):
+        assert len(request.tokens) == 5 + i
+    for request in (stops, late, *requests):
+        assert_alone(request, dense)
+    assert_no_page_leaked(engine)
+
+
 class Only:
     """A constraint: tokens of a set, and a stop after so many."""
 

@@ -17,7 +17,7 @@ from cases import CONTEXT, DOCUMENT, LONG, PAGE_SIZE, PROMPTS, QUESTIONS, VOCAB,
 from engines import assert_alone, assert_no_page_leaked, greedy, make_engine, run
 from flax import nnx
 from jax.sharding import AxisType, Mesh
-from small_checkpoints import LLAMA, QWEN3, TOKENS, exact_logits, tensors_of, write
+from small_checkpoints import LLAMA, QWEN2, QWEN3, TOKENS, exact_logits, tensors_of, write
 
 from codec_jax.nnx import (
     Decoder,
@@ -219,6 +219,10 @@ def block_of(tensors: dict[str, np.ndarray], path: str, c: int, t: int, context:
             attention = f"{layer}self_attn."
             parts = rows(f"{attention}q_proj.weight"), kv(f"{attention}k_proj.weight"), kv(f"{attention}v_proj.weight")
             return np.concatenate(parts).T
+        case "query_key_value.bias":
+            attention = f"{layer}self_attn."
+            parts = rows(f"{attention}q_proj.bias"), kv(f"{attention}k_proj.bias"), kv(f"{attention}v_proj.bias")
+            return np.concatenate([part.reshape(-1) for part in parts])
         case "gate_up.kernel":
             return np.concatenate([rows(f"{layer}mlp.gate_proj.weight"), rows(f"{layer}mlp.up_proj.weight")]).T
         case "out.kernel":
@@ -229,7 +233,7 @@ def block_of(tensors: dict[str, np.ndarray], path: str, c: int, t: int, context:
 
 
 @pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 2), (1, 4), (4, 1)])
-@pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", [QWEN3, LLAMA, QWEN2], ids=["tied", "untied", "biases"])
 def test_a_checkpoint_is_read_to_the_devices_that_keep_it(
     tmp_path: Path, config: dict, context: int, tensor: int
 ) -> None:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codec_jax.nnx.params import MAX_TOP_LOGPROBS, SamplingParams
-from codec_jax.nnx.sampling import NO_TOKEN, Drawn, History, RowOptions, _truncate, allowed_words, draw, request_keys
+from codec_jax.nnx.sampling import NO_TOKEN, Drawn, History, RowOptions, allowed_words, draw, request_keys
+from codec_jax.nnx.truncation import truncate
 
 VOCAB = 75  # no multiple of the 32 tokens of a word
 ROWS = 8
@@ -23,6 +24,7 @@ LOGITS = np.log(np.asarray([30, 22, 16, 11, 8, 5, 3, 2, 1.2, 0.9, 0.6, 0.3]) / 1
 ].astype(np.float32)
 
 jitted_draw = jax.jit(draw)
+jitted_truncate = jax.jit(truncate)
 jitted_keys = jax.jit(request_keys)
 gumbel = jax.jit(jax.vmap(lambda key: jax.random.gumbel(key, (VOCAB,))))
 
@@ -244,6 +246,27 @@ def test_equal_logits_are_cut_to_exactly_top_k_tokens() -> None:
     assert len(np.unique(draw_many(np.zeros(12, np.float32), SamplingParams(top_k=5)).token)) == 5
 
 
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 40),
+    st.sampled_from([1.0, 0.97, 0.6, 0.35, 1e-30, 1e-60]),
+)
+@settings(max_examples=100, deadline=None)
+def test_of_equal_scores_the_first_ones_stay(levels: list[int], top_k: int, top_p: float) -> None:
+    """As sorting would have it, whose order equal scores keep; weights are powers of four, which are summed exactly."""
+    weights = 4.0 ** np.asarray(levels, np.float64)
+    ranked = sorted(range(len(levels)), key=lambda token: -levels[token])[:top_k]
+    before = np.cumsum(weights[ranked]) - weights[ranked]
+    wanted = max(float(np.float32(top_p)) * weights[ranked].sum(), 1e-38)
+    stays = [token for token, held in zip(ranked, before, strict=True) if held < wanted * (1 - 1e-6) or top_p == 1.0]
+    unsure = [token for token, held in zip(ranked, before, strict=True) if abs(held - wanted) <= 1e-5 * wanted]
+    padded = np.full((1, 40), -np.inf, np.float32)
+    padded[0, : len(levels)] = np.log(weights)
+    arguments = (np.asarray([value], kind) for value, kind in ((top_k, np.int32), (top_p, np.float32), (0, np.float32)))
+    kept = np.flatnonzero(np.isfinite(jitted_truncate(padded, *arguments)[0]))
+    assert set(stays) - set(unsure) <= set(kept) <= set(stays) | set(unsure)
+
+
 @pytest.mark.parametrize("size", [1e-3, 100.0])
 def test_logprobs_are_right_for_flat_and_for_sharp_logits(size: float) -> None:
     drawn = draw_many(LOGITS * np.float32(size), SamplingParams(top_k=5, temperature=2.0))
@@ -302,7 +325,8 @@ def test_a_row_gets_the_same_bits_beside_anybody(history: bool) -> None:
 def test_without_limits_nothing_is_cut_off_where_others_have_some() -> None:
     """Not even tokens that come after a sum of probabilities that float32 rounds to 1 or more; few draws see them."""
     scaled = (np.random.default_rng(0).normal(size=(64, WIDE)) * 8).astype(np.float32)
-    kept = jax.jit(_truncate)(scaled, same(SamplingParams(), 64, WIDE))
+    options = same(SamplingParams(), 64, WIDE)
+    kept = jitted_truncate(scaled, options.top_k, options.top_p, options.min_p)
     np.testing.assert_array_equal(kept, scaled)
 
 

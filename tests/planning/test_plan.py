@@ -20,8 +20,9 @@ from plan_cases import (
     visible,
 )
 
-from codec_jax import Forest, PagePool, make_plan
+from codec_jax import Forest, PagePool, Window, make_plan
 from codec_jax.planning.cost import HeadLayout
+from codec_jax.planning.predict import loads
 
 
 def test_every_visible_row_and_token_meet_once_in_every_kv_head():
@@ -37,6 +38,7 @@ def test_every_visible_row_and_token_meet_once_in_every_kv_head():
         wide = any(segment.tile0 != segment.tile1 for segment in used_segments(plan))
         kinds["wide segments"] += wide
         kinds["wide segments of several query tokens"] += wide and plan.arrays.query_tokens > 1
+        kinds["windows and several query tokens"] += plan.arrays.window is not None and plan.arrays.query_tokens > 1
         kinds["pages in parts"] += plan.arrays.page_tokens < plan.page_size
 
     check()
@@ -100,7 +102,8 @@ def test_masks_are_by_token_where_readers_differ_within_a_block_or_a_page_is_not
         pages = list(pages_of(plan, block, block + 1))
         full = all(case.forest.length[page.node] >= page.token + plan.arrays.page_tokens for page in pages)
         same = len(pages) == plan.arrays.block_pages.shape[1] and len({(page.lo, page.hi) for page in pages}) == 1
-        by_token += plan.arrays.query_tokens > 1 or not (full and same)
+        by_position = plan.arrays.query_tokens > 1 or plan.arrays.window is not None
+        by_token += by_position or not (full and same)
     expected = by_token / len(masked) if masked else 1.0
     assert plan.host.estimates[0].token_masked == pytest.approx(expected)
 
@@ -109,10 +112,10 @@ def test_masks_are_by_token_where_readers_differ_within_a_block_or_a_page_is_not
 @given(cases())
 def test_a_tile_streams_only_pages_that_its_rows_read_and_each_once(case):
     """Also through wide streams, which hold the pages that both tiles of a pair read, if those are many enough."""
-    plan = case.plan(query_tokens=1)
-    full = case.forest.extend(room(case.forest, case.options["steps"]))
+    plan, most = case.plan(query_tokens=1), room(case.forest, case.options["steps"])
+    seen = [visible(plan, case, case.forest.extend(np.minimum(most, grown))) for grown in range(most.max() + 1)]
     read = (
-        visible(plan, case, full)
+        np.any(seen, axis=0)
         .reshape(plan.arrays.num_tiles, plan.arrays.tile_rows, -1, plan.arrays.page_tokens)
         .any((1, 3))
     )
@@ -124,8 +127,11 @@ def test_a_tile_streams_only_pages_that_its_rows_read_and_each_once(case):
             for tile in segment.partial_of_tile:
                 np.add.at(found[tile], pages, 1)
                 wide[tile, pages] |= segment.tile0 != segment.tile1
-    np.testing.assert_array_equal(found, read)
-    for tile in range(0, plan.arrays.num_tiles - 1, 2):
+    # Of what a wide stream holds, one tile of the two may see nothing by its window.
+    of_pair = np.concatenate([read[i : i + 2] | read[i : i + 2].any(0) for i in range(0, len(read), 2)])
+    np.testing.assert_array_equal(found, np.where(wide, of_pair, read))
+    # With a window, what is enough is counted over all tiles that read a node.
+    for tile in range(0, plan.arrays.num_tiles - 1, 2) if plan.arrays.window is None else ():
         of_both = read[tile] & read[tile + 1]
         worthwhile = plan.arrays.lanes == 2 and of_both.sum() * plan.arrays.page_tokens >= case.min_wide_tokens
         np.testing.assert_array_equal(wide[tile : tile + 2], [of_both & worthwhile] * 2)
@@ -159,6 +165,37 @@ def test_pages_that_no_query_of_a_stream_may_see_yet_are_left_out(lanes):
     assert last_tiles == ([1, 3, 5, 7] if lanes == 2 else list(range(8)))
     assert [segment.end - segment.begin for segment in used_segments(plan)] == [min(tile + 2, 8) for tile in last_tiles]
     assert_computes_everything_once(plan, case, forest)
+
+
+@pytest.mark.parametrize("window", [1024, Window(1024, chunked=True)], ids=str)
+def test_a_window_over_a_long_context_costs_what_its_own_tokens_cost(window):
+    # Six requests of a tile each; 64 pages hold the window, two more its edges, one the steps, and one the own leaf.
+    requests, steps, heads = 6, 16, {"num_q_heads": 64, "num_kv_heads": 1, "head_dim": 128}
+    forest = Forest.from_nodes([-1, *[0] * requests], [120_000, *[5] * requests], list(range(1, requests + 1)))
+    sizes = {"steps": steps, "tile_rows": 64, "num_ctas": 132, "block_tokens": 64, "lanes": 1}
+    plan = make_plan(forest, **heads, **sizes, window=window)
+    pages = list(pages_of(plan, 0, len(plan.arrays.block_pages)))
+    assert len(pages) <= requests * (1024 // 16 + 4)
+    # What lies between the edges needs no mask: no more than the first block, and those of the leaf, have one.
+    segments = used_segments(plan)
+    assert sum(segment.end - segment.first_masked for segment in segments) <= 2 * requests
+    short = Forest.from_nodes([-1, *[0] * requests], [1024, *[5] * requests], list(range(1, requests + 1)))
+    assert loads(plan).max() <= 1.1 * loads(make_plan(short, **heads, **sizes)).max()
+
+
+def test_a_shared_node_is_read_as_far_back_as_the_longest_window_of_the_readers_in_a_tile_reaches():
+    # Requests of 200, 240, 280 and 320 tokens; two of them make up a tile, so that windows begin at 101 and at 181.
+    forest = Forest.from_nodes([-1, 0, 0, 0, 0], [200, 0, 40, 80, 120], [1, 2, 3, 4], page_size=8)
+    sizes = {"num_ctas": 1, "tile_rows": 8, "block_tokens": 8, "lanes": 1, "window": 99}
+    plan = make_plan(forest, num_q_heads=4, num_kv_heads=1, head_dim=8, **sizes)
+    first = {}
+    for segment in used_segments(plan):
+        shared = [page.token for page in pages_of(plan, segment.begin, segment.end) if page.node == 0]
+        whole = [page.token for page in pages_of(plan, segment.begin, segment.first_masked) if page.node == 0]
+        first[segment.tile0] = min(shared), min(whole, default=None)
+        assert sorted(shared) == list(range(min(shared), 200, 8))
+    # All of the first tile see tokens from 142 on, after a step, and no token of node 0 is seen by all of the second.
+    assert first == {0: (96, 144), 1: (176, None)}
 
 
 @pytest.mark.parametrize("short", range(4))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import HEADS, assert_computes_everything_once, cases, room
 
-from codec_jax import Forest, OutOfPagesError, PagePool, make_plan, replan
+from codec_jax import Forest, OutOfPagesError, PagePool, Window, make_plan, replan
 from codec_jax.planning.cost import HeadLayout
 
 
@@ -37,6 +37,7 @@ def test_it_has_the_shapes_sizes_and_costs_of_the_plan_before():
     forest = Forest.from_nodes([-1, 0, 0], [300, 20, 30], [1, 2], request_capacity=4)
     pool = PagePool.create(64, forest.used_pages)
     given = {"num_ctas": 7, "tile_rows": 8, "block_tokens": 48, "lanes": 2, "block_capacity": 96, "query_tokens": 2}
+    given |= {"window": Window(50, chunked=True)}
     given |= {"min_wide_tokens": 1, "policy": "paper", "cost_model": model, "value_head_dim": 4}
     plan = make_plan(forest, **HEADS, **given, steps=3)
     forest, pool = forest.fork([0])[0].reserve(pool, 90)

@@ -15,7 +15,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codec_jax import LogitsError, rollout
+from codec_jax import LogitsError, Window, rollout
 from codec_jax.nnx import Decoder, DecoderConfig, Replicas
 from codec_jax.rollout import EngineRollout, Policy, left_padded, seed_number
 
@@ -45,10 +45,10 @@ class Numbers:
         return PAD
 
 
-def random_policy(seed: int) -> Policy:
+def random_policy(seed: int, **variant: Any) -> Policy:
     """Weights that make for sharp attention and texts that do not repeat; padding is never the most likely token."""
     config = DecoderConfig(
-        VOCAB, 32, 48, 2, 4, 2, 16, tied_embeddings=False, dtype=jnp.float32, param_dtype=jnp.float32
+        VOCAB, 32, 48, 2, 4, 2, 16, tied_embeddings=False, dtype=jnp.float32, param_dtype=jnp.float32, **variant
     )
     policy, rng = Policy(config, nnx.Rngs(0)), np.random.default_rng(seed)
     for _, variable in nnx.to_flat_state(nnx.state(policy)):
@@ -125,11 +125,14 @@ def call(graph: Any, weights: Any, *arguments: Any) -> Any:
     return nnx.merge(graph, weights)(*arguments)
 
 
+#: Layers that reach back for three tokens, or to the last multiple of two.
+WINDOWED = {"windows": (Window(3), Window(2, chunked=True)), "sinks": True, "embedding_scale": 2.0}
 ROWS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
 
 
-def test_a_policy_sees_no_padding():
-    policy, tokens = random_policy(0), left_padded(ROWS, 8, PAD)
+@pytest.mark.parametrize("variant", [{}, WINDOWED], ids=["plain", "windows"])
+def test_a_policy_sees_no_padding(variant):
+    policy, tokens = random_policy(0, **variant), left_padded(ROWS, 8, PAD)
     positions, mask = masks_of(tokens)
     logits, cache = call(*nnx.split(policy), tokens, positions, None, mask)
     assert cache is None
@@ -137,8 +140,9 @@ def test_a_policy_sees_no_padding():
         np.testing.assert_allclose(got[8 - len(row) :], dense_logits(policy, row), atol=1e-4)
 
 
-def test_a_policy_goes_on_from_its_cache():
-    policy, tokens = random_policy(0), left_padded(ROWS, 8, PAD)
+@pytest.mark.parametrize("variant", [{}, WINDOWED], ids=["plain", "windows"])
+def test_a_policy_goes_on_from_its_cache(variant):
+    policy, tokens = random_policy(0, **variant), left_padded(ROWS, 8, PAD)
     positions, mask = masks_of(tokens)
     cache = policy.init_cache(3, 10, jnp.float32)
     mask = np.pad(mask, ((0, 0), (0, 0), (0, 2)))

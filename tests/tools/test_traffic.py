@@ -1,19 +1,21 @@
 """Counted KV traffic against a simulation, token by token."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from forests import Tree, ancestry, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec_jax import Forest, PagePool, Plan, make_plan
+from codec_jax import Forest, PagePool, Plan, Window, make_plan
 from codec_jax.planning.streams import MIN_WIDE_TOKENS
 from codec_jax.traffic import Traffic, count_decode, count_pass
 
 STEPS = 9
 
 
-def plan_of(forest: Forest, group: int = 1, **options: int) -> Plan:
+def plan_of(forest: Forest, group: int = 1, **options: Any) -> Plan:
     options = {"steps": STEPS, "tile_rows": 8, "num_ctas": 3, "lanes": 1} | options
     return make_plan(forest, num_q_heads=2 * group, num_kv_heads=2, head_dim=16, **options)
 
@@ -127,6 +129,19 @@ def test_tokens_that_no_query_token_of_a_tile_may_see_are_not_counted() -> None:
     forest = Forest.from_nodes([-1], [64], [0], page_size=8)
     got = count_pass(forest, plan_of(forest, query_tokens=64, steps=1))
     assert got == Traffic(0, 8 * (2 + 3 + 4 + 5 + 6 + 7 + 8 + 8), 64)
+
+
+def test_a_window_leaves_the_pages_that_it_hides_uncounted() -> None:
+    """A window of 20 tokens over 200 shared and 4 of their own, pages of 16: token 185, of the page from 176 on."""
+    forest = Forest.from_nodes([-1, 0, 0, 0], [200, 4, 4, 4], [1, 2, 3])
+    forest, _ = forest.reserve(PagePool.create(64, forest.used_pages), STEPS)
+    plan = plan_of(forest, window=20)
+    shared = 200 - 176
+    assert count_pass(forest, plan) == Traffic(0, shared + 3 * 4, 3 * 20)
+    read = sum(shared + sum(4 + min(step, new) for new in (3, 0, 1)) for step in (1, 2, 3))
+    assert count_decode(forest, plan, np.asarray([3, 0, 1], np.int32)) == Traffic(4, read, 4 * 20)
+    chunked = plan_of(forest, window=Window(100, chunked=True))  # whose last chunk begins where the leaves do
+    assert count_pass(forest, chunked) == Traffic(0, 3 * 4, 3 * 4)
 
 
 def test_a_stopped_request_costs_nothing_more_unshared_while_its_nodes_stay_in_the_plan() -> None:

@@ -1,0 +1,211 @@
+"""The arrays that hold the tokens of a layer, on the device.
+
+`KVPages` are K and V in the layout of PagedAttention and FlashDecoding. They are immutable: every operation returns a
+new value and leaves its input as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from codec_jax.arrays import HostOrDevice, to_int32
+
+#: Dtypes of one byte a number that pages may have.
+ONE_BYTE = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+#: A token slot that is out of every pool's bounds: what is written to it is dropped.
+NO_SLOT = np.iinfo(np.int32).max
+
+
+class Quantisation(NamedTuple):
+    """Of pages of one byte a number: a stored number times the scale of its kv head is the number that is meant."""
+
+    key_scale: Float[Array, " K"]  # float32
+    value_scale: Float[Array, " K"]
+    saturated: Int[Array, ""]  # numbers that were too large for their scale when they were written
+
+    @classmethod
+    def of(
+        cls,
+        num_kv_heads: int,
+        key_scale: Float[HostOrDevice, " K"] | float = 1.0,
+        value_scale: Float[HostOrDevice, " K"] | float = 1.0,
+    ) -> Quantisation:
+        """Describe pages in which nothing is stored yet, or that others have written.
+
+        Args:
+          num_kv_heads: K, kv heads.
+          key_scale: of each kv head, or of all.
+          value_scale: the same for values.
+
+        Raises ValueError for scales that are not positive numbers, one for each kv head.
+
+        >>> from codec_jax.forest import Quantisation
+        >>> Quantisation.of(2, key_scale=0.5).key_scale.tolist()
+        [0.5, 0.5]
+        """
+        scales = []
+        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+            given = np.asarray(scale, np.float32)
+            if given.shape not in ((), (num_kv_heads,)):
+                raise ValueError(
+                    f"{name}: expected a number, or one for each of {num_kv_heads} kv heads, got shape {given.shape}"
+                )
+            if not ((given > 0) & (given < np.inf)).all():
+                raise ValueError(f"{name}: expected positive finite numbers, got {given.tolist()}")
+            scales.append(jnp.asarray(np.broadcast_to(given, num_kv_heads)))
+        return cls(scales[0], scales[1], jnp.int32(0))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVPages:
+    """K and V of one layer, `[num_pages, page_size, K, H]` each; every entry of `value` must be finite.
+
+    Requests that share a tile of query rows pass over each other's pages with weights of 0, and so do all of them
+    over slots past a node's end. A NaN or infinity in `value` would survive that (0 x NaN is NaN) and reach another
+    request: `zeros` and `write` let none in. One in `key` stays with the requests that read it.
+    """
+
+    key: Float[Array, "num_pages page_size K H"]
+    value: Float[Array, "num_pages page_size K H"]
+    quantisation: Quantisation | None = None  # of pages of one byte a number
+
+    @classmethod
+    def zeros(
+        cls,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike = jnp.bfloat16,
+        *,
+        quantisation: Quantisation | None = None,
+    ) -> KVPages:
+        """Return empty pages.
+
+        Args:
+          num_pages: pages of the pool.
+          page_size: tokens in a page, as in the forest.
+          num_kv_heads: K, kv heads.
+          head_dim: H, numbers of a head.
+          dtype: of K and V; they are rounded to it when they are written. Of one byte a number: float8_e4m3fn.
+          quantisation: for one byte a number; scales of 1 by default.
+
+        Raises ValueError for a dtype of one byte that cannot be written, and for a quantisation without one.
+
+        >>> KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64).key.shape
+        (4, 16, 2, 64)
+        >>> KVPages.zeros(4, 16, 2, 64, jnp.float8_e4m3fn).quantisation.value_scale.tolist()
+        [1.0, 1.0]
+        """
+        shape, dtype = (num_pages, page_size, num_kv_heads, head_dim), jnp.dtype(dtype)
+        if dtype.itemsize == 1:
+            _check_writable(dtype)
+            quantisation = Quantisation.of(num_kv_heads) if quantisation is None else quantisation
+        elif quantisation is not None:
+            raise ValueError(f"quantisation: expected None for pages of {dtype}; it is for one byte a number")
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), quantisation)
+
+    def write(self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> KVPages:
+        """Store one K and V row per token slot. Jittable; with donated pages the update is in place.
+
+        Entries of V that are not finite in the pages' dtype are stored as 0. K is stored as it is, so that a request
+        whose own numbers have blown up still sees NaN. With one byte a number, what is too large for its scale is
+        stored as the largest number, and counted in `quantisation`.
+
+        Args:
+          slots: [B, T], token slots (page * page_size + offset) from `Forest.slots`; rows for slots out of bounds
+            (`NO_SLOT`, or negative) are dropped.
+          key: [B, T, K, H], a row of K heads for each slot, in any float dtype.
+          value: [B, T, K, H].
+
+        Raises ValueError unless slots are integers and there is one row for each, and for float8_e5m2, in which pages
+        are only read.
+
+        >>> pages = KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.float32)
+        >>> row = jnp.ones((1, 1, 2, 64))
+        >>> float(pages.write(np.array([[17]]), row, row).key[1, 1].sum())
+        128.0
+        """
+        where = _in_bounds("slots", slots)
+
+        def store(name: str, pages: Array, rows: Array) -> Array:
+            expected = (*where.shape, *pages.shape[2:])
+            if rows.shape != expected:
+                raise ValueError(f"{name}: expected shape {expected}, a row for each slot, got {rows.shape}")
+            return _tokens(pages).at[where].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
+
+        key, value, quantisation = jnp.asarray(key), jnp.asarray(value), self.quantisation
+        if quantisation is not None:
+            _check_writable(self.key.dtype)
+            key, large_keys = _quantise(key, quantisation.key_scale, self.key.dtype)
+            value, large_values = _quantise(value, quantisation.value_scale, self.key.dtype)
+            is_stored = (where < math.prod(self.key.shape[:2]))[..., None, None]
+            counts = ((large & is_stored).sum(dtype=jnp.int32) for large in (large_keys, large_values))
+            quantisation = quantisation._replace(saturated=quantisation.saturated + sum(counts))
+        value = finite(value, self.value.dtype)
+        return KVPages(store("key", self.key, key), store("value", self.value, value), quantisation)
+
+    def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> KVPages:
+        """Copy K and V from token slots to token slots, all read before any is written. Jittable.
+
+        Args:
+          source: [B, T], token slots to read.
+          target: [B, T], token slots to write. Where either slot is out of bounds, nothing is copied.
+
+        Raises ValueError for slots of different shapes.
+
+        >>> pages = KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64)
+        >>> pages = pages.move(np.array([[33, 34]]), np.array([[17, 18]]))
+        """
+        source, target = _in_bounds("source", source), _in_bounds("target", target)
+        if source.shape != target.shape:
+            raise ValueError(f"target: expected shape {source.shape}, that of source, got {target.shape}")
+
+        def copy(pages: Array) -> Array:
+            tokens = _tokens(pages)
+            rows = tokens.at[source].get(mode="fill", fill_value=0)
+            to = jnp.where(source < tokens.shape[0], target, NO_SLOT)
+            return tokens.at[to].set(rows, mode="drop").reshape(pages.shape)
+
+        return replace(self, key=copy(self.key), value=copy(self.value))
+
+
+def finite(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """Return values in a dtype, which makes infinities of large ones, with 0 for what is not finite there."""
+    cast = values.astype(dtype)
+    return jnp.where(jnp.isfinite(cast), cast, 0)
+
+
+def _check_writable(dtype: np.dtype) -> None:
+    if dtype != jnp.float8_e4m3fn:
+        raise ValueError(f"dtype: expected float8_e4m3fn to write one byte a number, got {dtype}, which is only read")
+
+
+def _quantise(
+    rows: Float[Array, "B T K H"], scale: Float[Array, " K"], dtype: np.dtype
+) -> tuple[Float[Array, "B T K H"], Bool[Array, "B T K H"]]:
+    """Return rows over their scale within the bounds of a dtype, and which are out of them; NaN stays as it is."""
+    scaled, largest = rows.astype(jnp.float32) / scale[None, None, :, None], float(jnp.finfo(dtype).max)
+    return jnp.clip(scaled, -largest, largest).astype(dtype), jnp.abs(scaled) > largest
+
+
+def _tokens(pages: Float[Array, "num_pages page_size K H"]) -> Float[Array, "slots K H"]:
+    return pages.reshape(-1, *pages.shape[2:])
+
+
+def _in_bounds(name: str, slots: HostOrDevice) -> Int[Array, "B T"]:
+    """Return token slots as int32; negative ones, from where an index would count from the end, as NO_SLOT."""
+    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise ValueError(f"{name}: expected token slots, integers, got {slots.dtype} of shape {slots.shape}")
+    slots = jnp.asarray(to_int32(slots, minimum=-1))
+    return jnp.where(slots < 0, NO_SLOT, slots)

@@ -1,0 +1,93 @@
+"""The part of a block that maps each token by itself: an MLP, or a mixture of experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from codec_jax.nnx.decoder_config import Activation, DecoderConfig, Mixture
+
+#: Of gpt-oss: the sigmoid's slope, and the bound of gate and up.
+_SLOPE, _LIMIT = 1.702, 7.0
+#: Tokens that go through experts together, so that what all experts make of them takes little room.
+_TOKENS = 512
+
+
+def linear(config: DecoderConfig, inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool = False) -> nnx.Linear:
+    """Return a product with weights in the dtypes of the config."""
+    return nnx.Linear(inputs, outputs, use_bias=bias, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
+
+
+class MLP(nnx.Module):
+    """A gated MLP, such as SwiGLU."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        """Create the two projections."""
+        self.activation = config.activation
+        self.gate_up = linear(config, config.hidden_size, sum(config.gate_up_sizes), rngs)
+        self.down = linear(config, config.mlp_size, config.hidden_size, rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Map each token by itself."""
+        return self.down(_gated(self.activation, self.gate_up(x)))
+
+
+class Experts(nnx.Module):
+    """A router, and gated MLPs of which each token goes through a few."""
+
+    def __init__(self, config: DecoderConfig, mixture: Mixture, rngs: nnx.Rngs) -> None:
+        """Create the router and the two projections of all experts."""
+        self.activation, self.mixture, self.dtype = config.activation, mixture, config.dtype
+        count, hidden, size = mixture.num_experts, config.hidden_size, mixture.expert_size
+        self.router = linear(config, hidden, count, rngs, bias=mixture.bias)
+        draw = nnx.initializers.lecun_normal(batch_axis=0)
+        self.gate_up = nnx.Param(draw(rngs.params(), (count, hidden, 2 * size), config.param_dtype))
+        self.down = nnx.Param(draw(rngs.params(), (count, size, hidden), config.param_dtype))
+        if mixture.bias:
+            self.gate_up_bias = nnx.Param(jnp.zeros((count, 2 * size), config.param_dtype))
+            self.down_bias = nnx.Param(jnp.zeros((count, hidden), config.param_dtype))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Map each token by itself."""
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) <= _TOKENS:
+            return self._map(rows).reshape(x.shape)
+        parts = jnp.pad(rows, ((0, -len(rows) % _TOKENS), (0, 0))).reshape(-1, _TOKENS, rows.shape[1])
+        return lax.map(self._map, parts).reshape(-1, rows.shape[1])[: len(rows)].reshape(x.shape)
+
+    def _map(self, rows: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
+        chosen = self.mixture.experts_per_token
+        shares = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
+        weight, expert = lax.top_k(shares, chosen)
+        if self.mixture.normalised:
+            weight = weight / weight.sum(axis=-1, keepdims=True)
+        # Every expert maps every token, and of those that are not chosen nothing is taken. JAX's ragged product does as
+        # much for each chosen expert of a token, where a device has no kernel for it.
+        share = jnp.zeros(shares.shape, jnp.float32).at[jnp.arange(len(rows))[:, None], expert].set(weight).T
+        hidden = self._product("td,edf->etf", rows, self.gate_up, self.gate_up_bias if self.mixture.bias else None)
+        hidden = jnp.where(share[..., None] > 0, _gated(self.activation, hidden), 0)
+        out = self._product("etf,efd->etd", hidden, self.down, self.down_bias if self.mixture.bias else None)
+        return (out.astype(jnp.float32) * share[..., None]).sum(axis=0).astype(rows.dtype)
+
+    def _product(
+        self, indices: str, x: Array, kernel: nnx.Param, bias: nnx.Param | None
+    ) -> Float[Array, "E t outputs"]:
+        """Multiply with the weights of each expert."""
+        out = jnp.einsum(indices, x, kernel[...].astype(self.dtype))
+        return out if bias is None else out + bias[...].astype(self.dtype)[:, None]
+
+
+def _gated(activation: Activation, gate_up: Float[Array, "*batch 2F"]) -> Float[Array, "*batch F"]:
+    """Let the first half of the numbers decide what becomes of the second."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    match activation:
+        case "silu":
+            return nnx.silu(gate) * up
+        case "gelu_tanh":
+            return nnx.gelu(gate, approximate=True) * up
+        case "clamped":
+            gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+            return gate * nnx.sigmoid(_SLOPE * gate) * (up + 1)

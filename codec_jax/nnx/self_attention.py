@@ -1,0 +1,128 @@
+"""Grouped-query attention as a module: dense as training computes it, over a forest as serving does."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from codec_jax.forest import KVPages
+from codec_jax.nnx.batch import Attend, Scoring
+from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.dense_attention import dense_attention
+from codec_jax.nnx.mlp import linear
+from codec_jax.nnx.norm import RMSNorm, reciprocal_root_mean_square
+from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.rope import rotate
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions, and of a config's variants those that concern it.
+
+    >>> from codec_jax.nnx import Attention
+    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> attention = Attention(config, nnx.Rngs(0))
+    >>> jax.jit(attention)(jnp.ones((1, 3, 32), jnp.bfloat16), jnp.arange(3)[None]).shape
+    (1, 3, 32)
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
+        """Create the two projections, the norms and the sinks.
+
+        Args:
+          config: sizes and variants of the decoder.
+          rngs: draw the weights.
+          layer: its number, from 0, as windows and rotary positions may differ.
+        """
+        self.config, self.layer = config, layer
+        width, head = config.hidden_size, config.head_dim
+        # One product instead of three: each has a launch of its own, and small ones do not fill a GPU.
+        self.query_key_value = linear(config, width, sum(config.query_key_value_sizes), rngs, bias=config.qkv_bias)
+        self.out = linear(config, config.num_q_heads * head, width, rngs)
+        if config.out_bias:
+            self.out_bias = nnx.Param(jnp.zeros(width, config.param_dtype))
+        if config.qk_norm:
+            query, key, _ = config.query_key_value_sizes if config.qk_norm_over == "projection" else (head,) * 3
+            self.query_norm = RMSNorm(query, config)
+            self.key_norm = RMSNorm(key, config)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.num_q_heads, config.param_dtype))
+
+    def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Dense causal attention among the T tokens.
+
+        Args:
+          x: [B, T, D], hidden states.
+          positions: [B, T], integers: those of the tokens of each sequence, from 0.
+
+        Returns [B, T, D].
+        """
+        query, key, value = self._project(x, positions)
+        return self._merge(dense_attention(query, key, value, positions, self._scoring()))
+
+    def decode(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        slots: Int[Array, "B T"],
+        pages: KVPages,
+        attend: Attend,
+        parallel: Parallel = ALONE,
+    ) -> tuple[Float[Array, "B T D"], KVPages]:
+        """Store K and V of the T tokens in their slots, then attend to each request's whole context. Jittable.
+
+        Args:
+          x: [B, T, D], hidden states of each request's last T tokens.
+          positions: [B, T], from `Forest.positions`, or `DraftTrees.positions`.
+          slots: [B, T], from `Forest.slots`; NO_SLOT for what is not to be stored.
+          pages: K and V of this layer.
+          attend: called with the queries [B, T, N, H], the pages, and how the layer scores, and returns [B, T, N, H];
+            a call of `forest_attention`.
+          parallel: the devices among which weights, heads and pages are divided; one by default.
+
+        Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.
+        """
+        query, key, value = self._project(x, positions, parallel)
+        pages = pages.write(slots, key, value)
+        return self._merge(attend(query, pages, self._scoring()), parallel), pages
+
+    def _scoring(self) -> Scoring:
+        """Return how the layer makes weights of queries and keys."""
+        config = self.config
+        sinks = self.sinks[...].astype(jnp.float32) if config.sinks else None
+        return Scoring(config.window_of(self.layer), config.scale, config.softcap, sinks)
+
+    def _project(self, x: Array, positions: Array, parallel: Parallel = ALONE) -> tuple[Array, Array, Array]:
+        config = self.config
+        num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+        sizes = [count * config.head_dim for count in (num_q_heads, num_kv_heads, num_kv_heads)]
+        columns = parallel.gather(self.query_key_value(x), sizes)
+        heads = columns.reshape(*x.shape[:2], -1, config.head_dim)
+        # Queries and keys together, and rounded once, so that XLA needs one reduction for the norms of all heads and
+        # does the rest in the very kernels that store them.
+        turning, value = jnp.split(heads, [num_q_heads + num_kv_heads], axis=2)
+        exact = turning.astype(jnp.float32)
+        if config.qk_norm and config.qk_norm_over == "projection":
+            parts = zip(jnp.split(exact, [num_q_heads], axis=2), (self.query_norm, self.key_norm), strict=True)
+            exact = jnp.concatenate(
+                [norm(part.reshape(*x.shape[:2], -1)).reshape(part.shape) for part, norm in parts], 2
+            )
+        elif config.qk_norm:
+            factor = reciprocal_root_mean_square(exact, config.norm_epsilon)
+            exact *= factor * self._head_scales(num_q_heads, num_kv_heads)[None, None]
+        turned = rotate(exact, positions, *config.rope_of(self.layer)).astype(heads.dtype)
+        query, key = jnp.split(turned, [num_q_heads], axis=2)
+        return query, key, value
+
+    def _head_scales(self, num_q_heads: int, num_kv_heads: int) -> Float[Array, "N+K H"]:
+        """Return the factors of each head's norm, queries' first; float32."""
+        norms = (self.query_norm, num_q_heads), (self.key_norm, num_kv_heads)
+        return jnp.concatenate([
+            jnp.broadcast_to(norm.factors, (heads, self.config.head_dim)) for norm, heads in norms
+        ])  # fmt: skip
+
+    def _merge(self, heads: Array, parallel: Parallel = ALONE) -> Array:
+        out = self.out(heads.reshape(*heads.shape[:2], -1))
+        if self.config.out_bias:
+            out += parallel.once(self.out_bias[...].astype(out.dtype))[None, None]
+        return out
