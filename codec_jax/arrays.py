@@ -46,3 +46,13 @@ def expand(counts: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " total"], In
     """Return, for each of sum(counts) items, the index of its group and its number within the group."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
+
+
+def reduce_intervals(
+    operation: np.ufunc, values: Int[np.ndarray, " m"], begin: Int[np.ndarray, " n"], end: Int[np.ndarray, " n"]
+) -> Int[np.ndarray, " n"]:
+    """Reduce values [begin, end) of each of n intervals, of which none is empty."""
+    if not len(begin):
+        return np.zeros(0, np.int64)
+    bounds = np.stack([begin, end], axis=1).reshape(-1)
+    return operation.reduceat(np.append(values, values[-1]), bounds)[::2]

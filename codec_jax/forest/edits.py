@@ -1,4 +1,4 @@
-"""Changes to a forest between decode steps, on the host: fork, reserve, retire, spread; and views of the same pages.
+"""Changes to a forest between decode steps, on the host: fork, reserve, retire, forget, spread; and views of its pages.
 
 Every function takes a `Tree` and returns a new one; the methods of `Forest` of the same names document them. `readers`
 counts the requests that read each node.
@@ -14,7 +14,7 @@ from codec_jax.forest.depth_first import depths
 from codec_jax.forest.depth_first import readers as readers_of
 from codec_jax.forest.homes import choose_homes
 from codec_jax.forest.pages import PagePool
-from codec_jax.forest.tree import FREE, NO_NODE, ROOT, Tree, check_in_use
+from codec_jax.forest.tree import FREE, GONE, NO_NODE, ROOT, Tree, check_in_use
 
 
 def fork(tree: Tree, requests: Integers) -> tuple[Tree, Int[np.ndarray, " forks"]]:
@@ -37,7 +37,7 @@ def reserve(
     """Give each request a leaf of its own with room for `tokens` more tokens."""
     grown, page_count = own_leaves(tree, readers, tokens, requests)
     checks.instance("pool", pool, PagePool)
-    pool.check_taken(tree.page_ids)
+    pool.check_taken(tree.pages_there)
     if grown is tree and (page_count == tree.page_count).all():
         return tree, pool
     return resized(grown, page_count, pool)
@@ -83,7 +83,7 @@ def resized(tree: Tree, page_count: Int[np.ndarray, " nodes"], pool: PagePool) -
     keep = nth < page_count[node]
     added = np.maximum(page_count - tree.page_count, 0)
     kept = tree._replace(page_count=page_count - added, page_ids=tree.page_ids[keep])
-    pool = pool.release(tree.page_ids[~keep])
+    pool = pool.release(tree.page_ids[~keep & (tree.page_ids != GONE)])
     pool, fresh = pool.allocate_on(new_homes(kept, added, pool))
     # Old pages first, then the fresh ones; a stable sort by node puts both in their place.
     node = np.concatenate([node[keep], np.repeat(np.arange(len(added)), added)])
@@ -123,6 +123,15 @@ def retire(tree: Tree, readers: Int[np.ndarray, " nodes"], pool: PagePool, reque
     thinner = tree._replace(parent=parent, length=np.where(dead, 0, tree.length), leaf=leaf)
     thinner, pool = resized(thinner, np.where(dead, 0, tree.page_count), pool)
     return merge_chains(thinner, left > 0), pool
+
+
+def forget(tree: Tree, hidden: Int[np.ndarray, " nodes"], pool: PagePool) -> tuple[Tree, PagePool]:
+    """Give back the first pages of nodes, so many that they hold no more than the hidden tokens."""
+    checks.instance("pool", pool, PagePool)
+    pool.check_taken(tree.pages_there)
+    node, nth = expand(tree.page_count)
+    gone = (nth < hidden[node] // tree.page_size) & (tree.page_ids != GONE)
+    return tree._replace(page_ids=np.where(gone, GONE, tree.page_ids)), pool.release(tree.page_ids[gone])
 
 
 def merge_chains(tree: Tree, allowed: Bool[np.ndarray, " nodes"]) -> Tree:

@@ -29,10 +29,12 @@ from codec_jax import checks, drawing
 from codec_jax.arrays import HostOrDevice, Integers, bucket, padded, to_int32
 from codec_jax.forest import edits
 from codec_jax.forest.depth_first import depth_first
+from codec_jax.forest.hidden import hidden_from_readers
 from codec_jax.forest.kv_pages import NO_SLOT
 from codec_jax.forest.pages import PagePool
 from codec_jax.forest.radix_tree import shared_pages, shared_tokens
-from codec_jax.forest.tree import FREE, NO_NODE, Tree, check_slots, check_tree
+from codec_jax.forest.tree import FREE, GONE, NO_NODE, Tree, check_slots, check_tree
+from pallas_kernels.heads import Window
 
 #: The length of a leaf whose `extend` could not be honoured: no plan allows it, so attention returns NaN.
 _BROKEN = -1
@@ -52,7 +54,7 @@ class Forest:
     page_count: Int[HostOrDevice, " nodes"]
     row_lo: Int[HostOrDevice, " nodes"]  # the node's readers are the request rows [row_lo, row_hi)
     row_hi: Int[HostOrDevice, " nodes"]
-    page_ids: Int[HostOrDevice, " pages"]  # node after node
+    page_ids: Int[HostOrDevice, " pages"]  # node after node; GONE for those that `forget` gave back
     leaf: Int[HostOrDevice, " B"]  # the node at which the request ends, or NO_NODE
     row_of_request: Int[HostOrDevice, " B"]
     request_of_row: Int[HostOrDevice, " B"]
@@ -223,7 +225,8 @@ class Forest:
             )
         nodes = int(np.flatnonzero(self.parent != FREE).max(initial=0)) + 1
         parent, length, page_count = (x[:nodes] for x in (self.parent, self.length, self.page_count))
-        return Tree(parent, length, page_count, self.used_pages, self.leaf, self.page_size)
+        page_ids = self.page_ids[: int(page_count.sum())]
+        return Tree(parent, length, page_count, page_ids, self.leaf, self.page_size)
 
     def _rebuilt(self, tree: Tree) -> Forest:
         """Build a changed tree with these capacities, or larger ones if they must grow."""
@@ -268,7 +271,8 @@ class Forest:
     @property
     def used_pages(self) -> Int[np.ndarray, " pages"]:
         """Physical pages of all nodes, for `PagePool.create(num_pages, taken=forest.used_pages)`."""
-        return np.asarray(self.page_ids[: int(self.page_count.sum())])
+        pages = np.asarray(self.page_ids[: int(self.page_count.sum())])
+        return pages[pages != GONE]
 
     @property
     def is_host(self) -> bool:
@@ -493,6 +497,53 @@ class Forest:
         before = self.tree
         tree, pool = edits.retire(before, self.readers[: len(before.parent)], pool, requests)
         return self._rebuilt(tree), pool
+
+    def forget(self, pool: PagePool, window: Window, *, query_tokens: int = 1) -> tuple[Forest, PagePool]:
+        """Give back the pages that no request sees any more, of a model all of whose layers have a window.
+
+        Lengths and positions stay as they are. The forest takes a new plan, with this window or one that is no longer.
+
+        Args:
+          pool: the newest pool, in which all pages of this forest are taken.
+          window: the longest of the model's layers.
+          query_tokens: T, of the calls to come.
+
+        Returns the forest and the pool.
+
+        >>> forest = Forest.from_nodes([-1, 0, 0], [1000, 20, 5], [1, 2])
+        >>> forest, pool = forest.forget(PagePool.create(80, forest.used_pages), Window(100))
+        >>> len(forest.used_pages), pool.num_free
+        (10, 70)
+        """
+        checks.instance("window", window, Window)
+        tree = self.tree
+        hidden = self.hidden_by(window, checks.integer("query_tokens", query_tokens))
+        tree, pool = edits.forget(tree, hidden[: len(tree.parent)], pool)
+        return self._rebuilt(tree), pool
+
+    def hidden_by(self, window: Window | None, query_tokens: int = 1) -> Int[np.ndarray, " nodes"]:
+        """Count the tokens of each node, from its first on, that no request sees through a window; on the host.
+
+        Args:
+          window: None for none, which hides nothing.
+          query_tokens: T, the last tokens of each request.
+
+        >>> Forest.from_nodes([-1, 0], [1000, 20], [1]).hidden_by(Window(100))[:2].tolist()
+        [920, 0]
+        """
+        if window is None:
+            return np.zeros(self.node_capacity, np.int64)
+        first = window.first_position(self.positions(query_tokens)[self.request_of_row, 0])
+        return hidden_from_readers(first, self.start, self.row_lo, self.row_hi)
+
+    @property
+    def forgotten(self) -> Int[np.ndarray, " nodes"]:
+        """Tokens of each node, from its first on, whose pages were given back; on the host."""
+        gone = self.page_ids == GONE
+        if not gone.any():
+            return np.zeros(self.node_capacity, np.int64)
+        node = np.repeat(np.arange(self.node_capacity), self.page_count)
+        return np.bincount(node[gone[: len(node)]], minlength=self.node_capacity) * self.page_size
 
     def spread(self, num_pages: int, devices: int) -> tuple[Forest, PagePool]:
         """Lay the pages of a new forest out over several devices, so that all have about as many to read.

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from codec_jax.forest.depth_first import readers
-from codec_jax.forest.tree import Tree
+from codec_jax.forest.tree import GONE, Tree
 
 #: The fewest pages of a node for which another device is worth its while: it costs a segment, and a merge.
 MIN_RUN_PAGES = 32
@@ -50,7 +50,9 @@ def choose_homes(
     home, nodes = homes.of(tree.page_ids), np.flatnonzero(added)
     nodes = nodes[np.argsort(-added[nodes], kind="stable")]
     read = (readers(tree.parent, tree.leaf) > 0) | (added > 0)
-    load = np.bincount(home[np.repeat(read, tree.page_count)], minlength=homes.devices).tolist()
+    load = np.bincount(
+        home[np.repeat(read, tree.page_count) & (tree.page_ids != GONE)], minlength=homes.devices
+    ).tolist()
     last_page = np.where(tree.page_count > 0, np.cumsum(tree.page_count) - 1, -1)
     last_home = np.append(home, _NOWHERE)[last_page]
     room, shares = free.tolist(), np.zeros((len(added), homes.devices), np.int64)

@@ -14,6 +14,7 @@ from codec_jax.arrays import Integers
 ROOT = -1  # parent of a node that has none
 FREE = -2  # parent of a node that is not in use
 NO_NODE = -1  # leaf of a request slot that is not in use
+GONE = -1  # in the place of a page that was given back: no request sees its tokens any more
 
 
 class Tree(NamedTuple):
@@ -22,7 +23,7 @@ class Tree(NamedTuple):
     parent: Int[np.ndarray, " nodes"]  # ROOT, FREE or a node
     length: Int[np.ndarray, " nodes"]  # tokens
     page_count: Int[np.ndarray, " nodes"]
-    page_ids: Int[np.ndarray, " pages"]
+    page_ids: Int[np.ndarray, " pages"]  # or GONE
     leaf: Int[np.ndarray, " B"]  # the node at which each request ends, or NO_NODE
     page_size: int
 
@@ -34,6 +35,11 @@ class Tree(NamedTuple):
         page_count = -(-length // page_size)
         check_slots(int(page_count.sum()), page_size)
         return cls(parent, length, page_count, np.arange(page_count.sum()), leaf, page_size)
+
+    @property
+    def pages_there(self) -> Int[np.ndarray, " there"]:
+        """The pages that were not given back."""
+        return self.page_ids[self.page_ids != GONE]
 
     def pages_of_nodes(self) -> list[Int[np.ndarray, " pages"]]:
         """Return the pages of each node, in order."""

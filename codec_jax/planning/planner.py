@@ -30,7 +30,6 @@ from codec_jax.planning.streams import (
     Grid,
     Runs,
     Streams,
-    count_hidden,
     count_kv_tokens,
     count_uniform_blocks,
     lay_out_blocks,
@@ -125,7 +124,9 @@ def make_plan(
         homes = homes if homes.devices > 1 else None
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     chosen = {name: x for name, x in given.items() if x is not None}
-    hidden = count_hidden(forest, query_tokens, window)
+    hidden = forest.hidden_by(window, query_tokens)
+    if (forest.forgotten > hidden).any():
+        raise ValueError(f"window: expected one that hides what `Forest.forget` gave back, got {window}")
     grid = _grid(forest, heads, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
     wide_tokens = MIN_WIDE_TOKENS if min_wide_tokens is None else checks.integer("min_wide_tokens", min_wide_tokens)
     layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)

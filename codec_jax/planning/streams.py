@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from codec_jax.arrays import expand
+from codec_jax.arrays import expand, reduce_intervals
 from codec_jax.forest import Forest
 from codec_jax.forest.homes import Homes
 from pallas_kernels.heads import Window
@@ -73,17 +73,6 @@ class Streams(NamedTuple):
     def sum_pages(self, pages: Int[np.ndarray, " extents"]) -> Int[np.ndarray, " streams"]:
         """Add up pages of extents by stream."""
         return np.bincount(self.stream, pages, len(self.tile0)).astype(np.int64)
-
-
-def count_hidden(forest: Forest, query_tokens: int, window: Window | None) -> Int[np.ndarray, " nodes"]:
-    """Count the tokens of each node, from its first on, that the window hides from all requests that read it."""
-    read = np.flatnonzero(forest.row_hi > forest.row_lo)
-    hidden = np.zeros(forest.node_capacity, np.int64)
-    if window is not None:
-        first = window.first_position(forest.positions(query_tokens)[forest.request_of_row, 0])
-        smallest = _reduce(np.minimum, first, forest.row_lo[read], forest.row_hi[read])
-        hidden[read] = np.maximum(smallest - forest.start[read], 0)
-    return hidden
 
 
 def count_kv_tokens(
@@ -308,14 +297,6 @@ def _first_positions(
     begin, end = lo // group, -(-hi // group)  # query tokens of all requests
     by_now = np.repeat(grid.window.first_position(position[:, 0]), grid.query_tokens)
     at_most = grid.window.first_position(position.reshape(-1).astype(np.int64) + steps)
-    return np.stack([_reduce(np.minimum, by_now, begin, end), _reduce(np.maximum, at_most, begin, end)])
-
-
-def _reduce(
-    operation: np.ufunc, values: Int[np.ndarray, " m"], begin: Int[np.ndarray, " n"], end: Int[np.ndarray, " n"]
-) -> Int[np.ndarray, " n"]:
-    """Reduce values [begin, end) of each of n intervals, of which none is empty."""
-    if not len(begin):
-        return np.zeros(0, np.int64)
-    bounds = np.stack([begin, end], axis=1).reshape(-1)
-    return operation.reduceat(np.append(values, values[-1]), bounds)[::2]
+    return np.stack(
+        [reduce_intervals(np.minimum, by_now, begin, end), reduce_intervals(np.maximum, at_most, begin, end)]
+    )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import tune
@@ -19,7 +20,7 @@ def in_force(head_dim: int) -> Block:
     """The block with which kernels would run now, whatever the work."""
     little, much = tiling(Heads(32, 8, head_dim, head_dim), DEVICE).block_tokens
     assert little == much
-    return Block(little, stages_of(head_dim, little))
+    return Block(little, stages_of(head_dim, little, jnp.bfloat16))
 
 
 def test_forests_that_are_tuned_on_have_much_and_little_work_and_every_kind_of_tile():
