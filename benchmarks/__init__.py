@@ -1,4 +1,15 @@
 """Commands that measure, and the pages on what they measured: `python -m benchmarks` lists them."""
 
-_MEASURING = ("attention", "figure", "crossover", "decoding", "traffic", "ablation", "invariance", "tune", "ceilings")
+_MEASURING = (
+    "attention",
+    "figure",
+    "crossover",
+    "decoding",
+    "traffic",
+    "ablation",
+    "scores",
+    "invariance",
+    "tune",
+    "ceilings",
+)
 COMMANDS = (*_MEASURING, "serving", "scaling", "churn", "planning", "plot", "report")

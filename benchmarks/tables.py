@@ -191,6 +191,17 @@ def invariance(rows: list[dict]) -> str:
     return markdown(columns, rows)
 
 
+def score_variants(rows: list[dict]) -> str:
+    """Show the time of every variant of attention on each forest, and how often its roofline that is."""
+
+    def fill(row: dict) -> str:
+        if not row["kernel_us"]:
+            return "–"
+        return f"{at_most(row['kernel_us'], 1)} μs, {at_most(row['kernel_us'] / row['roofline_us'], 2)}x"
+
+    return pivot(rows, "name", "variant", fill)
+
+
 def planning(rows: list[dict]) -> str:
     """Show the time of make_plan, its part of the attention that a plan serves, and how even the work is."""
     columns = text(forest="name", requests="requests", nodes="nodes") | {

@@ -59,6 +59,8 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
     if heads.head_dim not in BLOCKS or heads.value_head_dim != heads.head_dim:
         got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"
         return f"it takes head sizes {', '.join(map(str, BLOCKS))}, the same for keys and values, got {got}"
+    if scores is not None and scores.scale < 0:  # the greatest product would have the least weight
+        return f"it takes a scale of 0 or more, got {scores.scale}"
     if plan is None:
         return None
     wanted = tiling(heads, device)

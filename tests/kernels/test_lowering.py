@@ -12,7 +12,7 @@ from kernel_calls import CONFIGS, Heads, attend_hopper, plan_of
 
 from codec_jax import Forest, Window
 from codec_jax.attention import forest_attention
-from pallas_kernels import HOPPER
+from pallas_kernels import HOPPER, Scores
 from pallas_kernels import Heads as AllHeads
 
 
@@ -180,6 +180,11 @@ def test_why_not_names_what_the_kernels_do_not_take(changed: dict[str, Any], rea
     plan = plan_of(forest, Heads(8, 2, head_dim), **options)
     got = HOPPER.why_not(AllHeads.of(query, pages, values), default_device, None, plan.arrays)
     assert got is None if reason is None else re.search(reason, got)
+
+
+def test_why_not_names_a_negative_scale() -> None:
+    assert HOPPER.why_not(AllHeads(8, 2, 128, 128), device(), Scores(-0.1)) == "it takes a scale of 0 or more, got -0.1"
+    assert HOPPER.why_not(AllHeads(8, 2, 128, 128), device(), Scores(0.0)) is None
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says why there is no Hopper GPU; here may be one")

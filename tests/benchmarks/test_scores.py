@@ -1,0 +1,44 @@
+"""The benchmark of attention's variants, as far as it shows without a GPU."""
+
+from argparse import Namespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import scores, tables
+from benchmarks.inputs import Layout, make_inputs
+from benchmarks.scores import VARIANTS, Variant
+from benchmarks.workloads import shared_root
+
+LAYOUT, WORKLOAD = Layout(4, 2, 64), shared_root(300, 3, 20)
+
+
+def test_every_variant_is_measured_and_shown_beside_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "kernel_time", lambda call, repeats: (float(jnp.asarray(call()).size), 2))
+    monkeypatch.setitem(VARIANTS, "window 1024", Variant(window=100))
+    monkeypatch.setattr(scores, "MIN_BLOCKS", 64)
+    asked = Namespace(variants=list(VARIANTS), heads="4/2", head_dim=64, implementation="xla", repeats=1)
+    rows = list(scores.measure_all([WORKLOAD], asked))
+    assert [row["variant"] for row in rows] == list(VARIANTS)
+    assert [row.get("error") for row in rows] == [None] * len(rows)
+    assert all(row["relative_error"] < 5e-3 for row in rows)
+    by_name = {row["variant"]: row for row in rows}
+    assert by_name["float8_e4m3fn"]["unique_bytes"] * 2 == by_name["plain"]["unique_bytes"] == 360 * 512
+    # The last 100 tokens of each request: its own 20, and the same 80 of the root.
+    assert by_name["window 1024"]["unique_tokens"] == 80 + 3 * 20
+    assert by_name["window 1024"]["total_tokens"] == 300
+    assert tables.score_variants(rows).count("μs") == len(rows)
+
+
+@pytest.mark.parametrize("variant", [Variant(softcap=2.0), Variant(sinks=True), Variant(window=30)], ids=str)
+def test_results_of_another_variant_are_not_taken(variant: Variant) -> None:
+    inputs, sinks = make_inputs(WORKLOAD, LAYOUT), jnp.linspace(-2.0, 6.0, 4)
+    plain = scores.reference(inputs, Variant(), None)
+    other = scores.reference(inputs, variant, sinks if variant.sinks else None)
+    with pytest.raises(ValueError, match="out: expected a relative error"):
+        scores.check(plain, other)
+    np.testing.assert_allclose(
+        scores.reference(inputs, variant._replace(window=500), sinks if variant.sinks else None),
+        scores.reference(inputs, variant._replace(window=None), sinks if variant.sinks else None),
+    )
