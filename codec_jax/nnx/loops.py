@@ -19,6 +19,14 @@ def runs_to_its_end() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def turns_for(tokens: int, most: int) -> int:
+    """Return the turns of the loop that draws so many tokens, `most` at a time: one that ends early serves any number.
+
+    Of one that runs to its end, what it takes beyond the tokens is lost. Powers of two are few programs.
+    """
+    return min(1 << max(tokens - 1, 0).bit_length(), most) if runs_to_its_end() else most
+
+
 def repeat(
     step: Callable[[Any, tuple], tuple], carry: tuple, times: int, is_needed: Callable[[tuple], jax.Array]
 ) -> tuple:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache as cached
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from codec_jax.nnx.completions import complete
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Interval, Intervals
+from codec_jax.nnx.loops import turns_for
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.prefill import Wave, append_waves, prefill_waves
@@ -124,15 +126,18 @@ class Sampler:
         )
         self._engine: Engine | None = None  # until the first call of `generate`
 
-        def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
-            return decode_loop(model, steps, implementation, *rest, parallel=parallel)
-
         def prefill(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
             return prefill_step(model, implementation, *rest, parallel=parallel)
 
-        self._decode, self._prefill = (
-            program(placed.graph, placed.config, placed.mesh, function, donate=(1,)) for function in (decode, prefill)
-        )
+        @cached
+        def decode_program(turns: int) -> Callable[..., Any]:
+            def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
+                return decode_loop(model, turns, implementation, *rest, parallel=parallel)
+
+            return program(placed.graph, placed.config, placed.mesh, decode, donate=(1,))
+
+        self._decode_program = decode_program
+        self._prefill = program(placed.graph, placed.config, placed.mesh, prefill, donate=(1,))
 
     def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take the weights that a model has now, for all calls from here on.
@@ -235,7 +240,8 @@ class Sampler:
                 except OutOfPagesError as error:
                     error.state, error.generated = state, generated
                     raise
-            cache, logits, *results = self._decode(
+            decode = self._decode_program(turns_for(int(remaining.max()), self.steps))
+            cache, logits, *results = decode(
                 self._model.weights, state.cache, state.logits, interval.growers, interval.plan, remaining,
                 options._replace(stream=state.stream),
             )  # fmt: skip

@@ -1,9 +1,11 @@
 """The sampler against dense attention over each request alone, token by token."""
 
 import chex
+import jax
 import numpy as np
 import pytest
 from cases import (
+    CONTEXT,
     DOCUMENT,
     LONG,
     PAGE_SIZE,
@@ -218,3 +220,23 @@ def test_on_tokens_gets_what_is_generated_as_it_comes(sampler: Sampler, dense: D
     heard = [[token for r, tokens in calls if r == request for token in tokens] for request in range(REQUESTS)]
     assert heard == generated.tokens
     assert all(0 < len(tokens) <= STEPS for _, tokens in calls)
+
+
+def test_loops_that_run_to_their_ends_generate_the_same_in_few_programs(
+    setup: Setup, dense: Dense, monkeypatch: pytest.MonkeyPatch, compilations: list[str]
+) -> None:
+    """As on a GPU, where tokens are generated in loops of 1, 2, 4 ... turns."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    sampler = Sampler(
+        setup.dense.model, max_requests=2, num_pages=48, page_size=PAGE_SIZE, max_context=CONTEXT, steps=4
+    )
+    state, texts = sampler.start(PROMPTS[:2]), numbered(PROMPTS[:2])
+    for tokens in (1, 3, 6):
+        state, generated = sampler.decode(state, tokens, temperature=0.0)
+        for request, text in texts.items():
+            assert generated.tokens[request] == dense.greedy(text, tokens)
+            text.extend(generated.tokens[request])
+    compilations.clear()
+    state, generated = sampler.decode(state, 7, temperature=0.0)
+    assert not compilations
+    assert [len(tokens) for tokens in generated.tokens[:2]] == [7, 7]
