@@ -1,0 +1,239 @@
+"""Instructions that every NVIDIA GPU since Ampere has: warp-level products, cp.async, and loads and stores by thread.
+
+Pallas copies by cp.async before Hopper only, and by TMA from there on. Here it is cp.async everywhere, so that there is
+one program. A thread copies 16 bytes at a time from the row that it is told, to where products read them: tiles of 8
+rows and 64 columns, in which the 16-byte chunks of row r are exchanged by the bits of r (the 128-byte swizzle).
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from pallas_kernels.hopper.packing import TILE_ROWS
+
+_PALLAS: Any = plgpu  # before 0.11, where this file is not read, it has fewer names
+
+THREADS = 128
+#: A number for each thread.
+THREAD = plgpu.Layout.WG_STRIDED((THREADS,), 1)
+#: Products in float32, [64, columns].
+PRODUCTS = _PALLAS.Layout.MMA_ACC(jnp.float32)
+#: How shared memory holds what products read.
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+_CHUNK = 8  # numbers of 2 bytes in 16 bytes
+_STEP = 16  # tokens of one product with V
+
+
+def place_of_chunk(row: Any, chunk: Any, head_dim: int) -> Any:
+    """Return where a chunk of a row lies in shared memory, in numbers from the first row on. Takes any integers."""
+    tile, row_of_tile = row // 8 * (head_dim // 64) + chunk // 8, row % 8
+    return tile * 512 + row_of_tile * 64 + (chunk % 8 ^ row_of_tile) * _CHUNK
+
+
+def gather(ref: Any, index: jax.Array) -> jax.Array:
+    """Load a number for each thread from an int32 array in global memory.
+
+    Args:
+      ref: int32 [n].
+      index: int32 [128], each from 0 to n - 1.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), THREAD), return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=THREAD)
+    )
+    def load(_: Any, ref: Any, index: Any) -> Any:
+        number, memory = ir.IntegerType.get_signless(32), _global(ref)
+        return _by_thread(llvm.load(number, _at(memory, [_only(index)], number)), is_signed=True)
+
+    return load(ref, index)
+
+
+def keep(ref: Any, numbers: jax.Array) -> None:
+    """Store numbers, int32 [128] by thread, in shared memory, int32 [n]; those past n - 1 are left out.
+
+    Threads that read them wait for all others first.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), THREAD))
+    def store(_: Any, ref: Any, numbers: Any) -> None:
+        number, thread = ir.IntegerType.get_signless(32), mgpu.utils.thread_idx()
+        exists = arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(ref.type.shape[0], number))
+        with mgpu.when(exists):
+            llvm.store(_only(numbers), _at(mgpu.utils.memref_ptr(ref), [thread], number))
+
+    store(ref, numbers)
+
+
+def copy_rows(source: Any, rows: Any, target: Any) -> None:
+    """Begin to copy rows from global to shared memory.
+
+    Args:
+      source: [n, H], of numbers of 2 bytes.
+      rows: int32 [S or more] in shared memory, the rows of `source`.
+      target: [S, H], in `TILED` shared memory.
+    """
+    head_dim, copied = source.shape[1], target.shape[0] * source.shape[1]
+    chunks = head_dim // _CHUNK
+
+    # One operation for all copies of a thread: the time to find layouts grows with the number of operations.
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(TILED)))
+    def copy(_: Any, source: Any, rows: Any, target: Any) -> None:
+        element, long = ir.MemRefType(source.type).element_type, ir.IntegerType.get_signless(64)
+        from_, rows_, to = _global(source), mgpu.utils.memref_ptr(rows), mgpu.utils.memref_ptr(target)
+        thread = _by_thread(mgpu.utils.thread_idx())
+        row_of_thread, chunk = thread // chunks, thread % chunks
+        column = arith.extui(long, _only(chunk * _CHUNK))
+        for begin in range(0, copied // _CHUNK, THREADS):
+            row = row_of_thread + begin // chunks
+            number = llvm.load(ir.IntegerType.get_signless(32), _at(rows_, [_only(row)], row.mlir_dtype))
+            first = arith.muli(arith.extui(long, number), mgpu.c(head_dim, long))
+            place = _only(place_of_chunk(row, chunk, head_dim))
+            nvvm.cp_async_shared_global(
+                _at(to, [place], element),
+                _at(from_, [arith.addi(first, column)], element),
+                2 * _CHUNK,
+                nvvm.LoadCacheModifierKind.CG,
+            )
+
+    copy(source, rows, target)
+
+
+def commit_copies() -> None:
+    """Make one group of all copies that have begun since the last group."""
+
+    @plgpu.inline_mgpu()
+    def commit(_: Any) -> None:
+        nvvm.cp_async_commit_group()
+
+    commit()
+
+
+def wait_for_copies(in_flight: int) -> None:
+    """Wait until only the last `in_flight` groups are on their way, in every thread, so that all see what has arrived.
+
+    All threads have done all that comes before, too.
+    """
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        nvvm.cp_async_wait_group(in_flight)
+        mgpu.utils.warpgroup_barrier()
+
+    wait()
+
+
+def wait_for_threads() -> None:
+    """Wait until all threads have done all that comes before."""
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        mgpu.utils.warpgroup_barrier()
+
+    wait()
+
+
+def multiply_keys(query: Any, keys: Any) -> jax.Array:
+    """Return the products of a tile of the query and a block of keys, [64, block], both in `TILED` shared memory."""
+    dtype = query.dtype
+    scores = plgpu.layout_cast(jnp.full((TILE_ROWS, keys.shape[0]), 0, jnp.float32), PRODUCTS)
+    for begin in range(0, query.shape[1], 64):
+        columns = pl.ds(begin, 64)
+        left = _load(query.at[:, columns], _PALLAS.Layout.MMA_LHS(dtype))
+        right = _load(keys.at[:, columns].transpose((1, 0)), _PALLAS.Layout.MMA_RHS(dtype))
+        scores = _PALLAS.mma(scores, left, right)
+    return scores
+
+
+def multiply_values(accs: list[jax.Array], weights: jax.Array, values: Any) -> list[jax.Array]:
+    """Add the products of weights, float32 [64, block], and a block of values to accumulators, [64, 64] each.
+
+    The weights are rounded to the dtype of the values, which are in `TILED` shared memory.
+    """
+    left, layout = _as_operands(weights, values.dtype), _PALLAS.Layout.MMA_RHS(values.dtype)
+    for step, operand in enumerate(left):
+        tokens = pl.ds(step * _STEP, _STEP)
+        accs = [
+            _PALLAS.mma(acc, operand, _load(values.at[tokens, pl.ds(i * 64, 64)], layout)) for i, acc in enumerate(accs)
+        ]
+    return accs
+
+
+def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> None:
+    """Store rows in global memory, each at a place of its own.
+
+    Args:
+      target: [n, H].
+      places: int32 [rows, H], the row of `target`, the same in all columns; -1 for rows that are not stored.
+      rows: [rows, H].
+      layout: that both have.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def store(_: Any, target: Any, places: Any, rows: Any) -> None:
+        element, long = ir.MemRefType(target.type).element_type, ir.IntegerType.get_signless(64)
+        number, head_dim = ir.IntegerType.get_signless(32), target.type.shape[1]
+        indices = layout.to_mgpu().thread_idxs(rows.shape)
+        registers = zip(places.registers.flat, rows.registers.flat, strict=True)
+        for (_, column), (place, row) in zip(indices, registers, strict=True):
+            at = _element(place)
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, at, mgpu.c(0, number))):
+                first = arith.muli(arith.extui(long, at), mgpu.c(head_dim, long))
+                first = arith.addi(first, arith.index_castui(long, column))
+                llvm.store(row, _at(_global(target), [first], element))
+
+    store(target, places, rows)
+
+
+def _as_operands(weights: jax.Array, dtype: Any) -> list[jax.Array]:
+    """Round products to what the next products take on their left, [64, 16] each: all threads have the right ones."""
+    layout, steps = _PALLAS.Layout.MMA_LHS(dtype), weights.shape[1] // _STEP
+    operand = plgpu.ShapeDtypeStruct((TILE_ROWS, _STEP), dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(PRODUCTS,), return_type=[operand] * steps)
+    def round_(_: Any, weights: Any) -> Any:
+        rounded, of_operand = weights.astype(mgpu.utils.dtype_to_ir_type(dtype)), layout.to_mgpu()
+        registers = rounded.registers.reshape(steps, *of_operand.registers_shape(operand.shape))
+        return [mgpu.FragmentedArray(_registers=part, _layout=of_operand, _is_signed=None) for part in registers]
+
+    return round_(weights)
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    return _PALLAS.load(ref, layout=layout)
+
+
+def _global(ref: Any) -> Any:
+    """Return the pointer to an array in global memory."""
+    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
+
+
+def _at(pointer: Any, index: list[Any], element: Any) -> Any:
+    return mgpu.utils.getelementptr(pointer, index, element)
+
+
+def _element(register: Any) -> Any:
+    """Return the first number of a register."""
+    zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+    return llvm.extractelement(register, zero)
+
+
+def _only(array: Any) -> Any:
+    """Return the number that a thread has of an array with one for each."""
+    (register,) = array.registers.flat
+    return _element(register)
+
+
+def _by_thread(number: Any, is_signed: bool = False) -> Any:
+    """Return an array that has a number of each thread."""
+    vector = llvm.mlir_undef(ir.VectorType.get((1,), number.type))
+    register = llvm.insertelement(vector, number, mgpu.c(0, ir.IntegerType.get_signless(32)))
+    registers = np.full((1,), register, dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=THREAD.to_mgpu(), _is_signed=is_signed)

@@ -1,0 +1,101 @@
+"""Things that the parts of PAC share: sizes, references, and the thread block's segments."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ampere import instructions
+from pallas_kernels.hopper.packing import Packing
+from pallas_kernels.plan_format import Page, Segment
+
+
+class Numbers(IntEnum):
+    """Numbers that a thread block keeps in shared memory, one by each thread; of blocks, for two in a row."""
+
+    ROWS = 0  # where the tokens of a block are
+    READERS = 2  # of the tokens of a masked block
+    POSITIONS = 4
+    QUERY_ROWS = 6
+
+    @classmethod
+    def count(cls) -> int:
+        """Count them, two of blocks."""
+        return cls.QUERY_ROWS + 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All that is known when the kernel is compiled."""
+
+    packing: Packing
+    batch: int
+    query_tokens: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    pages_per_block: int
+    num_blocks: int
+    stages: int
+    cap_factor: float | None  # from products to what tanh caps; None without a cap
+    factor: float  # from scores, or from what tanh gives, to units of log2
+    causal: bool
+    windowed: bool
+    token_planes: tuple[str, ...]  # what is given of each token, not of each page: readers, and positions with a window
+    dtype: Any
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether masks compare the positions of tokens with those of query tokens."""
+        return self.causal or self.windowed
+
+    @property
+    def block(self) -> int:
+        """KV tokens of a block."""
+        return self.pages_per_block * self.page_tokens
+
+
+class Work:
+    """One thread block's view of the plan."""
+
+    def __init__(self, refs: Any, sizes: Sizes) -> None:
+        """Load what the thread block needs to begin with. `refs` has what `pac` lists, by name."""
+        self.refs, self.sizes = refs, sizes
+        cta = lax.axis_index("cta")
+        fields = len(Segment._fields)
+        self.first, self.last, *rest = (refs.cta_begin[cta, column] for column in range(2 + fields))
+        self.first_segment = Segment(*rest)
+
+    def segment(self, number: jax.Array) -> Segment:
+        """Load a segment; any one for a number past the plan's end."""
+        at = jnp.minimum(number, self.refs.segments.shape[0] - 1)
+        return Segment(*(self.refs.segments[at, field] for field in range(len(Segment._fields))))
+
+    def thread(self) -> jax.Array:
+        """Return the number of each thread, int32 [128]."""
+        return plgpu.broadcasted_iota(jnp.int32, (instructions.THREADS,), 0, layout=instructions.THREAD)
+
+    def token_of_thread(self) -> tuple[jax.Array, jax.Array]:
+        """Return the page of a block, and the token of it, that each thread looks after."""
+        token = jnp.minimum(self.thread(), self.sizes.block - 1)  # threads past the block repeat its last token
+        page_tokens = jnp.int32(self.sizes.page_tokens)
+        return lax.div(token, page_tokens), lax.rem(token, page_tokens)
+
+    def page_field(self, block: jax.Array, page: jax.Array, field: int) -> jax.Array:
+        """Load a field of a page of a block for each thread, int32 [128]."""
+        of_page = len(Page._fields)
+        at = (block * self.sizes.pages_per_block + page) * of_page + field
+        return instructions.gather(self.refs.block_pages, at)
+
+    def numbers(self, which: Numbers, block: Any = 0) -> Any:
+        """View what is kept of block `block` of this thread block."""
+        return self.refs.numbers.at[which + lax.rem(jnp.int32(block), jnp.int32(2))]
+
+    def stage(self, number: jax.Array) -> jax.Array:
+        """Where in the rings block `number` of this thread block lies."""
+        return lax.rem(number, jnp.int32(self.sizes.stages))

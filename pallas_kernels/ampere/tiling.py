@@ -1,0 +1,86 @@
+"""Which calls the Ampere kernels take, and how plans for them cut the work, by head size and shared memory."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.family import Tiling
+from pallas_kernels.heads import Heads, Scores
+from pallas_kernels.hopper.packing import TILE_ROWS, Packing
+from pallas_kernels.plan_format import PlanArrays
+
+#: KiB of shared memory that a thread block may have, by compute capability.
+SHARED_KIB = {
+    "8.0": 163, "8.6": 99, "8.7": 163, "8.9": 99, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227, "12.0": 99,
+    "12.1": 99,
+}  # fmt: skip
+
+
+class Block(NamedTuple):
+    """How a thread block works."""
+
+    tokens: int  # KV tokens of a block
+    stages: int  # blocks in shared memory: the one that is worked on, and those on their way
+    together: int  # thread blocks that share a multiprocessor, on most of these GPUs
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of a thread block: a tile of the query, rings of K and V, and seven numbers of each token."""
+        return 2 * head_dim * (TILE_ROWS + 2 * self.stages * self.tokens) + 4 * 7 * max(self.tokens, TILE_ROWS)
+
+
+#: By head size, for thread blocks that have 99 KiB of shared memory, and for those that have more. None of it has been
+#: measured: the numbers are such that everything fits, and that copies are on their way while a block is worked on.
+BLOCKS = {
+    99: {64: Block(128, 2, 1), 128: Block(64, 2, 1), 256: Block(32, 2, 1)},
+    163: {64: Block(128, 2, 2), 128: Block(32, 3, 2), 256: Block(32, 2, 1)},
+}
+_LANES = 1
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_JAX = (0, 11)  # the first version with warp-level products
+
+
+def block_of(head_dim: int, device: Any) -> Block:
+    """Return how thread blocks work on a device."""
+    kib = SHARED_KIB[str(device.compute_capability)]
+    return BLOCKS[max(size for size in BLOCKS if size <= kib)][head_dim]
+
+
+def stages_of(head_dim: int, block_tokens: int) -> int:
+    """Return how many blocks are in shared memory."""
+    fitting = [sizes[head_dim] for sizes in BLOCKS.values()]
+    return next(block.stages for block in fitting if block.tokens == block_tokens)
+
+
+def tiling(heads: Heads, device: Any) -> Tiling:
+    """Return how plans are to be cut."""
+    block = block_of(heads.head_dim, device)
+    tile_rows = Packing.of(heads.group).tile_rows
+    return Tiling(device.core_count * block.together, tile_rows, _LANES, (block.tokens, block.tokens))
+
+
+def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanArrays | None = None) -> str | None:
+    """Say why the kernels cannot serve a call on a device; None if they can."""
+    if device.platform != "gpu" or str(device.compute_capability) not in SHARED_KIB:
+        known = ", ".join(f"sm_{name.replace('.', '')}" for name in SHARED_KIB)
+        return f"it needs an NVIDIA GPU since Ampere ({known}), the default device is {device.device_kind}"
+    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < _JAX:
+        return f"it needs JAX {'.'.join(map(str, _JAX))} or later, got {jax.__version__}"
+    if heads.query_dtype not in _DTYPES or heads.kv_dtype != heads.query_dtype:
+        return f"it takes bfloat16 or float16, the same for all, got {heads.query_dtype} and {heads.kv_dtype}"
+    sizes = BLOCKS[min(BLOCKS)]
+    if heads.head_dim not in sizes or heads.value_head_dim != heads.head_dim:
+        got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"
+        return f"it takes head sizes {', '.join(map(str, sizes))}, the same for keys and values, got {got}"
+    if scores is not None and scores.scale < 0:  # the greatest product would have the least weight
+        return f"it takes a scale of 0 or more, got {scores.scale}"
+    if plan is None:
+        return None
+    wanted = tiling(heads, device)
+    if (plan.tile_rows, plan.lanes) != wanted[1:3] or plan.block_tokens not in wanted.block_tokens:
+        return (
+            f"it takes plans of {wanted.tile_rows} rows a tile, {wanted.lanes} lane and blocks of "
+            f"{wanted.block_tokens[0]} tokens (make_plan with tile_rows, lanes and block_tokens), got {plan.tile_rows} "
+            f"rows, {plan.lanes} lanes and blocks of {plan.block_tokens} tokens"
+        )
+    return None
