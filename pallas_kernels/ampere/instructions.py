@@ -18,13 +18,13 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels.hopper.packing import TILE_ROWS
 
-_PALLAS: Any = plgpu  # before 0.11, where this file is not read, it has fewer names
+_PALLAS: Any = plgpu  # before 0.11 it has fewer names
 
 THREADS = 128
 #: A number for each thread.
 THREAD = plgpu.Layout.WG_STRIDED((THREADS,), 1)
-#: Products in float32, [64, columns].
-PRODUCTS = _PALLAS.Layout.MMA_ACC(jnp.float32)
+#: Products in float32, [64, columns]; None before JAX 0.11, which has no such products.
+PRODUCTS: Any = _PALLAS.Layout.MMA_ACC(jnp.float32) if hasattr(plgpu.Layout, "MMA_ACC") else None
 #: How shared memory holds what products read.
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
