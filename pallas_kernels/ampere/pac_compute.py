@@ -19,7 +19,7 @@ from pallas_kernels.hopper.packing import TILE_ROWS
 from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, readers_of_token, unpack_readers
 
-_ROWS = PRODUCTS.reduce(1)
+_ROWS = PRODUCTS and PRODUCTS.reduce(1)
 _TWO_LOOPS = 128  # columns of a head, at most, for unmasked blocks to have a loop of their own
 
 
