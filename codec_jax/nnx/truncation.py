@@ -1,8 +1,8 @@
 """top-k, top-p and min-p without sorting: the least likely token that stays is found bit by bit.
 
 Every bound is the greatest number such that what is not below it still has a wanted weight: k tokens, or p of the
-probability. Two bits of it are found in a pass over the vocabulary. A sort takes many times as long, and XLA cannot
-capture it in a CUDA graph, so that the host would have to wait for the device in every step that holds one.
+probability. Two bits of it are found in a pass over the vocabulary. XLA cannot capture a sort in a CUDA graph, so that
+the host would have to wait for the device in every step that holds one.
 """
 
 from typing import Any, NamedTuple
