@@ -1,5 +1,6 @@
 """Facts of a call that are known when a step is compiled: its heads, what becomes of scores, and the window."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _TWO_BYTES = np.dtype(jnp.bfloat16)
+_LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ class Scores:
 
     scale: float  # factor
     softcap: float | None = None  # the scaled scores s become softcap * tanh(s / softcap)
+
+    @property
+    def cap_factor(self) -> float | None:
+        """Factor from products to what tanh caps; None without a cap."""
+        return None if self.softcap is None else self.scale / self.softcap
+
+    @property
+    def log2_factor(self) -> float:
+        """Factor from products, or from what tanh gives, to units of log2."""
+        return (self.scale if self.softcap is None else self.softcap) * _LOG2E
 
 
 @dataclass(frozen=True)

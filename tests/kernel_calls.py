@@ -12,8 +12,8 @@ from codec_jax import DraftTrees, Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.planning import arrays_of
 from pallas_kernels import HOPPER, Call, Scores
-from pallas_kernels.hopper.packing import Packing
 from pallas_kernels.hopper.tiling import BLOCKS
+from pallas_kernels.packing import Packing
 
 PAGES = 192
 NODES = 128

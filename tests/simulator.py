@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.hopper import pac, tensor_core
 from pallas_kernels.hopper.pac_pipeline import Pipeline, Query, Sizes
-from pallas_kernels.hopper.packing import TILE_ROWS, Packing
+from pallas_kernels.packing import TILE_ROWS, Packing
 
 
 def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.hopper.packing import TILE_ROWS
+from pallas_kernels.packing import TILE_ROWS
 
 _PALLAS: Any = plgpu  # before 0.11 it has fewer names
 

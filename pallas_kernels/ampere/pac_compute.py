@@ -1,6 +1,5 @@
 """Products and softmax of PAC: scores, masks, online softmax, values, and a partial at a segment's end."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +12,10 @@ from pallas_kernels.ampere import instructions
 from pallas_kernels.ampere.instructions import PRODUCTS
 from pallas_kernels.ampere.pac_load import Ahead, copy_block, copy_query, keep_rows, wait_for_block
 from pallas_kernels.ampere.pac_work import Numbers, Work
-from pallas_kernels.hopper.compat import load
-from pallas_kernels.hopper.pac_compute import MASK_VALUE, MIN_ROW_MAX
-from pallas_kernels.hopper.packing import TILE_ROWS
+from pallas_kernels.compat import load
+from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Page, Segment
+from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
 from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, readers_of_token, unpack_readers
 
 _ROWS = PRODUCTS and PRODUCTS.reduce(1)
@@ -94,7 +93,7 @@ def _step(work: Work, segment: Segment, number: jax.Array, state: _State, masked
     refs, sizes = work.refs, work.sizes
     stage = work.stage(number)
     scores = instructions.multiply_keys(refs.query_tile, refs.key_ring.at[stage])  # [64, block]
-    scores = scores if sizes.cap_factor is None else _tanh(scores * sizes.cap_factor)
+    scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
     scores = _mask_by_token(work, segment, number, scores) if masked else scores
     row_max = jnp.maximum(jnp.maximum(state.max, scores.max(axis=1) * sizes.factor), MIN_ROW_MAX)
     alpha = jnp.exp2(state.max - row_max)
@@ -103,11 +102,6 @@ def _step(work: Work, segment: Segment, number: jax.Array, state: _State, masked
     accs = [acc * _broadcast_rows(alpha, 64) for acc in state.accs]
     accs = instructions.multiply_values(accs, weights, refs.value_ring.at[stage])
     return _State(accs, row_max, row_sum)
-
-
-def _tanh(x: jax.Array) -> jax.Array:
-    """Return tanh, but for 1e-6: 1 - 2 / (1 + e^2x), as what the hardware has for tanh itself is good for 11 bits."""
-    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2.0 * math.log2(math.e)))))
 
 
 def _entries_of(work: Work, block: jax.Array) -> _Entries:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ampere import instructions
-from pallas_kernels.hopper.packing import Packing
+from pallas_kernels.pac_arrays import PacSizes
 from pallas_kernels.plan_format import Page, Segment
 
 
@@ -29,35 +29,12 @@ class Numbers(IntEnum):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(PacSizes):
     """All that is known when the kernel is compiled."""
 
-    packing: Packing
-    batch: int
-    query_tokens: int
     num_q_heads: int
     num_kv_heads: int
-    head_dim: int
-    page_tokens: int
-    pages_per_block: int
     num_blocks: int
-    stages: int
-    cap_factor: float | None  # from products to what tanh caps; None without a cap
-    factor: float  # from scores, or from what tanh gives, to units of log2
-    causal: bool
-    windowed: bool
-    token_planes: tuple[str, ...]  # what is given of each token, not of each page: readers, and positions with a window
-    dtype: Any
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether masks compare the positions of tokens with those of query tokens."""
-        return self.causal or self.windowed
-
-    @property
-    def block(self) -> int:
-        """KV tokens of a block."""
-        return self.pages_per_block * self.page_tokens
 
 
 class Work:

@@ -16,7 +16,6 @@ others by token. All softmax state is float32 in units of log2, since exp2 is wh
 has a table of the barriers. The paper's PAC is in section 4 (doi 10.1145/3802028).
 """
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,20 +24,19 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import query_rows
+from pallas_kernels import pac_arrays, plan_guard
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import plan_guard, tensor_core, widen
+from pallas_kernels.hopper import tensor_core, widen
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
 from pallas_kernels.hopper.pac_prepare import prepare
-from pallas_kernels.hopper.packing import TILE_ROWS, Packing
 from pallas_kernels.hopper.tiling import stages_of
+from pallas_kernels.packing import TILE_ROWS
 
 _LOADER, _PREPARER = LANES, LANES + 1
 _REGISTERS = {"compute": 208, "load": 40, "prepare": 56}  # of a thread; 4 x 128 threads share 65,536
-_LOG2E = math.log2(math.e)
 
 
 def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -53,60 +51,21 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]: 1
     where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
     """
-    query, forest, plan = call.query, call.forest, call.plan
+    query, plan = call.query, call.plan
     batch, tokens, num_q_heads, head_dim = query.shape
     stages = stages_of(head_dim, plan.block_tokens, call.key_pages.dtype)
     assert stages is not None  # or `why_not` would have said so
-    sizes = Sizes(
-        packing=Packing.of(plan.heads.group),
-        batch=batch,
-        query_tokens=tokens,
-        head_dim=head_dim,
-        page_tokens=plan.page_tokens,
-        pages_per_block=plan.block_pages.shape[1],
-        stages=stages,
-        cap_factor=None if scores.softcap is None else scores.scale / scores.softcap,
-        factor=(scores.scale if scores.softcap is None else scores.softcap) * _LOG2E,
-        causal=tokens > 1 and call.readers_of_tokens is None,
-        windowed=call.first_position is not None,
-        token_planes=tuple(
-            name for name in ("readers_of_tokens", "positions_of_tokens") if getattr(call, name) is not None
-        ),
-        dtype=query.dtype,
-        kv_dtype=call.key_pages.dtype,
-    )
-    num_ctas, partials = plan.cta_begin.shape[0], plan.num_partials
+    sizes = Sizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype)
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),
         "keys": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
         "values": call.value_pages.reshape(-1, *call.value_pages.shape[2:]),
-        "request_of_row": forest.request_of_row,
-        "node_length": forest.length,
-        "block_pages": plan.block_pages,
-        "segments": plan.segments,
-        "cta_begin": plan.cta_begin,
-        "min_length": call.guard.min_length,
-        "max_length": call.guard.max_length,
-        "structure_hash": forest.structure_hash.reshape(1),
-        "planned_hash": call.guard.structure_hash.reshape(1),
-        "merge_ptr": plan.merge_ptr,
-        "used_rows": plan.used_rows,
+        **pac_arrays.inputs_of(call, sizes),
     }
-    if sizes.has_positions and not sizes.token_planes:
-        inputs["node_start"] = forest.start
-    bounds = {"query_position": call.query_position} if sizes.causal else {}
-    bounds |= {} if call.first_position is None else {"first_position": call.first_position}
-    for name, position in bounds.items():  # [tiles x tile_rows + 64] each
-        inputs[name] = jnp.pad(query_rows.by_row(position, call).reshape(-1), (0, TILE_ROWS))
     for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
-    outputs = {
-        "out": jax.ShapeDtypeStruct((partials, TILE_ROWS, head_dim), jnp.float32),
-        "max": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
-        "sum": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
-        "violations": jax.ShapeDtypeStruct((-(-num_ctas // plan_guard.GROUP) * plan_guard.GROUP,), jnp.int32),
-    }
+    outputs = pac_arrays.outputs_of(call)
     scratch = _scratch(sizes)
 
     def body(*refs: Any) -> None:
@@ -128,13 +87,13 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         def _prepare() -> None:
             plgpu.set_max_registers(_REGISTERS["prepare"], action="decrease")
             prepare(pipeline)
-            plan_guard.look(pipeline)
+            plan_guard.look(pipeline.refs)
 
     kernel = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
         scratch_types=list(scratch.values()),
-        grid=(num_ctas,),
+        grid=(plan.cta_begin.shape[0],),
         grid_names=("cta",),
         num_threads=LANES + 2,
         thread_name="warpgroup",

@@ -1,7 +1,6 @@
 """The computing warpgroups of PAC, one a lane: scores, online softmax, values, and a partial at a segment's end."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +9,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
-from pallas_kernels.hopper.compat import load
 from pallas_kernels.hopper.pac_pipeline import LANES, UNIFORM_READERS, Pipeline
-from pallas_kernels.hopper.packing import TILE_ROWS
 from pallas_kernels.hopper.widen import in_sixteen_bits
+from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Segment
+from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
 from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, unpack_readers
-
-MASK_VALUE = -1e30  # the score of a token that a row does not see
-#: The maximum of a row is at least this: exp2(MASK_VALUE - MIN_ROW_MAX) is 0, not 1.
-MIN_ROW_MAX = -1e20
 
 
 class _State(NamedTuple):
@@ -128,7 +124,7 @@ def _step(pipeline: Pipeline, lane: _LaneWork, j: jax.Array, state: _State, mask
     keys = in_sixteen_bits(pipeline, refs.key_ring, stage)  # [block, H]
     scores = tensor_core.multiply_keys(pipeline, lane.buffer, keys)  # [64, block]
     _release(segment, refs.keys_free, stage)
-    scores = scores if sizes.cap_factor is None else _tanh(scores * sizes.cap_factor)
+    scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
     visible, scores = _mask_scores(pipeline, lane, stage, readers, scores) if masked else (_all_rows(), scores)
     block_max = jnp.where(visible, scores.max(axis=1) * sizes.factor, MASK_VALUE)  # [64]
     row_max = jnp.maximum(jnp.maximum(state.max, block_max), MIN_ROW_MAX)
@@ -142,11 +138,6 @@ def _step(pipeline: Pipeline, lane: _LaneWork, j: jax.Array, state: _State, mask
     accs = tensor_core.multiply_values(pipeline, accs, rounded, values)  # [64, columns] each
     _release(segment, refs.values_free, stage)
     return _State(accs, row_max, row_sum)
-
-
-def _tanh(x: jax.Array) -> jax.Array:
-    """Return tanh, but for 1e-6: 1 - 2 / (1 + e^2x), as what the hardware has for tanh itself is good for 11 bits."""
-    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2.0 * math.log2(math.e)))))  # a reciprocal is one instruction
 
 
 def _mask_scores(

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.packing import Packing
+from pallas_kernels.pac_arrays import PacSizes
 from pallas_kernels.plan_format import Segment
 
 #: Computing warpgroups, and so row tiles of a wide segment.
@@ -47,38 +47,15 @@ class Query(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(PacSizes):
     """All that is known when the kernel is compiled."""
 
-    packing: Packing
-    batch: int
-    query_tokens: int
-    head_dim: int
-    page_tokens: int
-    pages_per_block: int
-    stages: int
-    cap_factor: float | None  # from products to what tanh caps; None without a cap
-    factor: float  # from scores, or from what tanh gives, to units of log2
-    causal: bool
-    windowed: bool
-    token_planes: tuple[str, ...]  # what is given of each token, not of each page: readers, and positions with a window
-    dtype: Any  # of products
     kv_dtype: Any  # of the rings
 
     @property
     def is_one_byte(self) -> bool:
         """Whether blocks have one byte a number, which products do not take."""
         return jnp.dtype(self.kv_dtype).itemsize == 1
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether masks compare the positions of tokens with those of query tokens."""
-        return self.causal or self.windowed
-
-    @property
-    def block(self) -> int:
-        """KV tokens of a block."""
-        return self.pages_per_block * self.page_tokens
 
     @property
     def acc_columns(self) -> int:

@@ -10,8 +10,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
-from pallas_kernels.hopper.compat import load
 from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, UNIFORM_READERS, Pipeline
 from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.token_mask import readers_of_token

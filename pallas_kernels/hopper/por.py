@@ -9,7 +9,6 @@ A merge group is a row tile and a kv head. Loading several partials before using
 the order never changes, so results are the same from run to run. The paper's POR is in section 4 (doi 10.1145/3802028).
 """
 
-import functools
 import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,13 +18,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
+from pallas_kernels import por_rows
 from pallas_kernels.family import Call
-from pallas_kernels.hopper.compat import load, store
-from pallas_kernels.hopper.pac_compute import MIN_ROW_MAX
-from pallas_kernels.hopper.packing import TILE_ROWS, Packing
-from pallas_kernels.hopper.plan_guard import GROUP
+from pallas_kernels.packing import TILE_ROWS, Packing
+from pallas_kernels.por_rows import Merge
 
 
 class _Grain(NamedTuple):
@@ -48,7 +45,6 @@ _GRAINS = {
 }
 
 _WARPS, _LANES = 4, 32  # of a warpgroup, and of a warp
-_LN2 = 0.6931471805599453
 
 
 class _Sizes(NamedTuple):
@@ -58,10 +54,8 @@ class _Sizes(NamedTuple):
     batch: int
     query_tokens: int
     num_kv_heads: int
-    head_dim: int
-    num_ctas: int  # of PAC
     grain: _Grain
-    dtype: DTypeLike
+    merge: Merge
 
     @property
     def together(self) -> int:
@@ -73,25 +67,15 @@ class _Sizes(NamedTuple):
         """Rows of those that are next to each other in the output."""
         return math.gcd(self.together, self.packing.rows_of_unit)
 
-    @property
-    def layout(self) -> Any:
-        """Give each of some rows to some warps, and consecutive columns, 128 at a time at most, to their lanes."""
-        of_row = min(self.head_dim, 128)
-        of_warp = of_row // self.grain.warps
-        tiles: tuple[tuple[int, ...], ...] = (self.together, of_row), (of_warp,), (of_warp // _LANES,)
-        if self.grain.warps == 1:
-            return plgpu.Layout.TILED(plgpu.Tiling((tiles[0], tiles[2])), (-3,), (-2,), -1)
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4, -3), (-2,), -1)
 
-    def filled(self, value: float, *shape: int) -> jax.Array:
-        """Return registers of one value, [rows] or [rows, H]."""
-        layout = self.layout if len(shape) == 2 else self.layout.reduce(1)
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    def over_columns(self, rows: jax.Array) -> jax.Array:
-        """Repeat a value of each row along the columns."""
-        shape = (self.grain.rows, self.head_dim)
-        return plgpu.layout_cast(lax.broadcast_in_dim(rows, shape, [0]), self.layout)
+def _layout(grain: _Grain, head_dim: int) -> Any:
+    """Give each of some rows to some warps, and consecutive columns, 128 at a time at most, to their lanes."""
+    of_row = min(head_dim, 128)
+    of_warp = of_row // grain.warps
+    tiles: tuple[tuple[int, ...], ...] = (_WARPS // grain.warps, of_row), (of_warp,), (of_warp // _LANES,)
+    if grain.warps == 1:
+        return plgpu.Layout.TILED(plgpu.Tiling((tiles[0], tiles[2])), (-3,), (-2,), -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4, -3), (-2,), -1)
 
 
 def por(
@@ -112,35 +96,26 @@ def por(
     """
     plan, (batch, tokens, num_q_heads, head_dim), dtype = call.plan, call.query.shape, call.query.dtype
     num_groups = plan.merge_ptr.shape[0] - 1
+    grain = next(grain for groups, grain in _GRAINS.items() if num_groups <= groups)
+    turns = grain.many, grain.few
     sizes = _Sizes(
         packing=Packing.of(plan.heads.group),
         batch=batch,
         query_tokens=tokens,
         num_kv_heads=plan.heads.num_kv_heads,
-        head_dim=head_dim,
-        num_ctas=plan.cta_begin.shape[0],
-        grain=next(grain for groups, grain in _GRAINS.items() if num_groups <= groups),
-        dtype=dtype,
+        grain=grain,
+        merge=Merge(grain.rows, turns, head_dim, plan.cta_begin.shape[0], _layout(grain, head_dim), dtype),
     )
-    inputs = {
-        "partial_out": out,
-        "partial_max": row_max,
-        "partial_sum": row_sum,
-        "violations": violations,
-        "merge_ptr": plan.merge_ptr,
-        "request_of_row": call.forest.request_of_row,
-        "used_rows": plan.used_rows,
-    }
+    inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
     names = [*inputs, "out", "max", "sum", "rows"]
     kernel = plgpu.kernel(
         lambda *refs: _merge(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
         out_type=[
             jax.ShapeDtypeStruct((batch * tokens, num_q_heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((num_groups, TILE_ROWS), jnp.float32),
-            jax.ShapeDtypeStruct((num_groups, TILE_ROWS), jnp.float32),
+            *por_rows.rows_of_groups(num_groups),
         ],
-        scratch_types=[plgpu.SMEM((sizes.grain.rows, head_dim), dtype)],
-        grid=(num_groups, TILE_ROWS // sizes.grain.rows),
+        scratch_types=[plgpu.SMEM((grain.rows, head_dim), dtype)],
+        grid=(num_groups, TILE_ROWS // grain.rows),
         grid_names=("group", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -155,23 +130,12 @@ def _merge(refs: Any, sizes: _Sizes) -> None:
     heads = jnp.int32(sizes.num_kv_heads)
     tile, head = lax.div(group, heads), lax.rem(group, heads)
     begin = pl.multiple_of(part * grain.rows, grain.rows)
-    rows = pl.ds(begin, grain.rows)
 
     # All that comes from memory is asked for at once; PAC has brought most of it to the L2 cache.
     first, last = refs.merge_ptr[group], refs.merge_ptr[group + 1]
     used_here = refs.used_rows[0] - tile * sizes.packing.tile_rows  # rows of the tile
     places = [_place(refs, sizes, tile, head, begin + i) for i in range(0, grain.rows, piece)]
-    violations = _count_violations(refs, sizes)
-    last = jnp.where(begin < used_here, last, first)
-    acc, row_max, row_sum = _merge_partials(refs, sizes, rows, first, last)
-    nan_or_zero = jnp.where(jnp.max(violations) == 0, 0.0, jnp.nan).astype(jnp.float32)
-    row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=sizes.layout)
-    merged = jnp.where(row + begin < used_here, acc / sizes.over_columns(jnp.maximum(row_sum, 1e-30)), 0.0)
-    merged = (merged + nan_or_zero).astype(sizes.dtype)  # [rows, H]
-    store(refs.max.at[group, rows], row_max * _LN2 + nan_or_zero)
-    # PAC leaves anything in rows that no request has; a sum of 0 says that they saw no token.
-    row_of_part = plgpu.broadcasted_iota(jnp.int32, row_sum.shape, 0, layout=sizes.layout.reduce(1))
-    store(refs.sum.at[group, rows], jnp.where(row_of_part + begin < used_here, row_sum, 0.0) + nan_or_zero)
+    merged = por_rows.merge_rows(refs, sizes.merge, group, begin, used_here, (first, last))  # [rows, H]
 
     if piece < sizes.together:  # registers hold rows that go to several places
         refs.rows[...] = merged
@@ -201,55 +165,3 @@ def _place(
     entry = refs.request_of_row[request_row] * tokens + token
     q_head = head * packing.group + part * of_unit + lax.rem(row, jnp.int32(of_unit))
     return (unit < units) & (tile * units + unit < num_units), entry, q_head
-
-
-def _count_violations(refs: Any, sizes: _Sizes) -> jax.Array:
-    """Count, in each thread, the thread blocks of PAC that found the plan violated."""
-    thread = plgpu.Layout.WG_STRIDED((GROUP,), 1)
-    cta = plgpu.broadcasted_iota(jnp.int32, (GROUP,), 0, layout=thread)
-    count = plgpu.layout_cast(jnp.full((GROUP,), 0, jnp.int32), thread)
-    for begin in range(0, sizes.num_ctas, GROUP):
-        found = load(refs.violations.at[pl.ds(begin, GROUP)], thread)
-        count += jnp.where(begin + cta < sizes.num_ctas, found, 0)
-    return count
-
-
-def _merge_partials(
-    refs: Any, sizes: _Sizes, rows: Any, first: jax.Array, last: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merge rows of partials [first, last): the sum of outputs [rows, H], weighted, the maximum and the sum, [rows]."""
-    grain, along_rows = sizes.grain, sizes.layout.reduce(1)
-
-    def step(j: jax.Array, carry: tuple, first: jax.Array, at_once: int) -> tuple:
-        acc, row_max, row_sum = carry
-        loaded = []
-        for k in range(at_once):
-            i = first + j * at_once + k
-            partial = jnp.minimum(i, last - 1)
-            counted = jnp.where(i < last, 1.0, 0.0).astype(jnp.float32)
-            loaded.append((
-                load(refs.partial_out.at[partial, rows], sizes.layout),  # [rows, H]
-                load(refs.partial_max.at[partial, rows], along_rows),  # [rows]
-                load(refs.partial_sum.at[partial, rows], along_rows) * counted,
-            ))  # fmt: skip
-        new_max = row_max
-        for _, m, _ in loaded:
-            new_max = jnp.maximum(new_max, m)
-        alpha = jnp.exp2(row_max - new_max)
-        acc, row_sum = acc * sizes.over_columns(alpha), row_sum * alpha
-        for o, m, s in loaded:
-            weight = s * jnp.exp2(m - new_max)
-            acc, row_sum = acc + o * sizes.over_columns(weight), row_sum + weight
-        return acc, new_max, row_sum
-
-    # Loads of a turn that has too few partials are wasted, so the last few have turns of their own.
-    many = lax.div(last - first + (grain.many - 1 - grain.few), jnp.int32(grain.many))
-    few_first = jnp.minimum(first + many * grain.many, last)
-    few = lax.div(last - few_first + (grain.few - 1), jnp.int32(grain.few))
-    carry: tuple = (
-        sizes.filled(0, grain.rows, sizes.head_dim),
-        sizes.filled(MIN_ROW_MAX, grain.rows),
-        sizes.filled(0, grain.rows),
-    )
-    carry = lax.fori_loop(0, many, functools.partial(step, first=first, at_once=grain.many), carry)
-    return lax.fori_loop(0, few, functools.partial(step, first=few_first, at_once=grain.few), carry)

@@ -7,9 +7,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.compat import transposed
+from pallas_kernels.compat import transposed
 from pallas_kernels.hopper.pac_pipeline import Pipeline, Query, Sizes
-from pallas_kernels.hopper.packing import TILE_ROWS, Packing
+from pallas_kernels.packing import TILE_ROWS, Packing
 
 
 def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple) -> Any:

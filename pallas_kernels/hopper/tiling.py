@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import refusals
 from pallas_kernels.family import Tiling
 from pallas_kernels.heads import Heads, Scores
-from pallas_kernels.hopper.packing import Packing
+from pallas_kernels.packing import Packing
 from pallas_kernels.plan_format import PlanArrays
 
 
@@ -56,18 +57,6 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
             "it takes bfloat16 or float16, the same for all, or float8_e4m3fn or float8_e5m2 for keys and values, "
             f"got {heads.query_dtype} and {heads.kv_dtype}"
         )
-    if heads.head_dim not in BLOCKS or heads.value_head_dim != heads.head_dim:
-        got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"
-        return f"it takes head sizes {', '.join(map(str, BLOCKS))}, the same for keys and values, got {got}"
-    if scores is not None and scores.scale < 0:  # the greatest product would have the least weight
-        return f"it takes a scale of 0 or more, got {scores.scale}"
-    if plan is None:
-        return None
-    wanted = tiling(heads, device)
-    if (plan.tile_rows, plan.lanes) != wanted[1:3] or plan.block_tokens not in wanted.block_tokens:
-        return (
-            f"it takes plans of {wanted.tile_rows} rows a tile, {wanted.lanes} lanes and blocks of "
-            f"{' or '.join(map(str, sorted(set(wanted.block_tokens))))} tokens, got {plan.tile_rows} rows, "
-            f"{plan.lanes} lanes and blocks of {plan.block_tokens} tokens"
-        )
-    return None
+    if reason := refusals.of_head_sizes(heads, BLOCKS) or refusals.of_scores(scores):
+        return reason
+    return refusals.of_plan(plan, tiling(heads, device))

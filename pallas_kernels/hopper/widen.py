@@ -13,7 +13,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.compat import load
+from pallas_kernels.compat import load
 from pallas_kernels.hopper.pac_pipeline import LANES, Pipeline, Sizes
 
 #: What blocks of 8 bits are made into.

@@ -14,7 +14,7 @@ from plan_cases import num_wide, used_segments
 from codec_jax import DraftTrees, Forest, KVPages, PagePool, Window, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.forest import NO_SLOT
-from pallas_kernels.hopper.packing import TILE_ROWS
+from pallas_kernels.packing import TILE_ROWS
 
 
 @pytest.mark.gpu

@@ -1,0 +1,100 @@
+"""Sizes and arrays that PAC has in every family: what it reads beside query, keys and values, and what it writes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import plan_guard, query_rows
+from pallas_kernels.family import Call
+from pallas_kernels.heads import Scores
+from pallas_kernels.packing import TILE_ROWS, Packing
+
+
+@dataclass(frozen=True)
+class PacSizes:
+    """All that is known when PAC is compiled, and is the same in every family."""
+
+    packing: Packing
+    batch: int
+    query_tokens: int
+    head_dim: int
+    page_tokens: int
+    pages_per_block: int
+    stages: int
+    cap_factor: float | None  # from products to what tanh caps; None without a cap
+    factor: float  # from scores, or from what tanh gives, to units of log2
+    causal: bool
+    windowed: bool
+    token_planes: tuple[str, ...]  # what is given of each token, not of each page: readers, and positions with a window
+    dtype: Any  # of products
+
+    @classmethod
+    def of(cls, call: Call, scores: Scores, stages: int, **others: Any) -> Any:
+        """Describe a call, of which `stages` blocks are in flight; `others` are the family's own."""
+        plan, (batch, tokens, _, head_dim) = call.plan, call.query.shape
+        planes = ("readers_of_tokens", "positions_of_tokens")
+        return cls(
+            packing=Packing.of(plan.heads.group),
+            batch=batch,
+            query_tokens=tokens,
+            head_dim=head_dim,
+            page_tokens=plan.page_tokens,
+            pages_per_block=plan.block_pages.shape[1],
+            stages=stages,
+            cap_factor=scores.cap_factor,
+            factor=scores.log2_factor,
+            causal=tokens > 1 and call.readers_of_tokens is None,
+            windowed=call.first_position is not None,
+            token_planes=tuple(name for name in planes if getattr(call, name) is not None),
+            dtype=call.query.dtype,
+            **others,
+        )
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether masks compare the positions of tokens with those of query tokens."""
+        return self.causal or self.windowed
+
+    @property
+    def block(self) -> int:
+        """KV tokens of a block."""
+        return self.pages_per_block * self.page_tokens
+
+
+def inputs_of(call: Call, sizes: PacSizes) -> dict[str, jax.Array]:
+    """Return the small arrays that PAC reads, but for the planes of each token."""
+    plan, forest, guard = call.plan, call.forest, call.guard
+    inputs = {
+        "request_of_row": forest.request_of_row,
+        "node_length": forest.length,
+        "block_pages": plan.block_pages,
+        "segments": plan.segments,
+        "cta_begin": plan.cta_begin,
+        "min_length": guard.min_length,
+        "max_length": guard.max_length,
+        "structure_hash": forest.structure_hash.reshape(1),
+        "planned_hash": guard.structure_hash.reshape(1),
+        "merge_ptr": plan.merge_ptr,
+        "used_rows": plan.used_rows,
+    }
+    if sizes.has_positions and not sizes.token_planes:
+        inputs["node_start"] = forest.start
+    bounds = {"query_position": call.query_position} if sizes.causal else {}
+    bounds |= {} if call.first_position is None else {"first_position": call.first_position}
+    for name, position in bounds.items():  # [tiles x tile_rows + 64] each
+        inputs[name] = jnp.pad(query_rows.by_row(position, call).reshape(-1), (0, TILE_ROWS))
+    return inputs
+
+
+def outputs_of(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
+    """Describe the partials, and what each thread block found of the plan's guard."""
+    partials, num_ctas = call.plan.num_partials, call.plan.cta_begin.shape[0]
+    groups = -(-num_ctas // plan_guard.GROUP)
+    return {
+        "out": jax.ShapeDtypeStruct((partials, TILE_ROWS, call.query.shape[3]), jnp.float32),
+        "max": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
+        "sum": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
+        "violations": jax.ShapeDtypeStruct((groups * plan_guard.GROUP,), jnp.int32),
+    }

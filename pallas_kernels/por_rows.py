@@ -1,0 +1,139 @@
+"""The merge of a few rows of a tile, which is POR's work in every family; where they are written to is not in here."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.compat import load, store
+from pallas_kernels.family import Call
+from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.plan_guard import GROUP
+from pallas_kernels.softmax import MIN_ROW_MAX
+
+_LN2 = 0.6931471805599453
+
+
+class Merge(NamedTuple):
+    """How a thread block merges."""
+
+    rows: int  # of a tile
+    #: Partials in flight, turn after turn. Loads of a turn that has too few partials are wasted, so the last ones may
+    #: have shorter turns of their own.
+    turns: tuple[int, ...]
+    head_dim: int
+    num_ctas: int  # of PAC
+    layout: Any  # of registers [rows, H]
+    dtype: DTypeLike  # of the output
+
+    @property
+    def of_rows(self) -> Any:
+        """The layout of registers [rows]."""
+        return self.layout.reduce(1)
+
+    def filled(self, value: float, *shape: int) -> jax.Array:
+        """Return registers of one value, [rows] or [rows, H]."""
+        layout = self.layout if len(shape) == 2 else self.of_rows
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def over_columns(self, rows: jax.Array) -> jax.Array:
+        """Repeat a value of each row along the columns."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(rows, (self.rows, self.head_dim), [0]), self.layout)
+
+
+def inputs_of(
+    out: jax.Array, row_max: jax.Array, row_sum: jax.Array, violations: jax.Array, call: Call
+) -> dict[str, jax.Array]:
+    """Name what POR reads."""
+    return {
+        "partial_out": out,
+        "partial_max": row_max,
+        "partial_sum": row_sum,
+        "violations": violations,
+        "merge_ptr": call.plan.merge_ptr,
+        "request_of_row": call.forest.request_of_row,
+        "used_rows": call.plan.used_rows,
+    }
+
+
+def rows_of_groups(num_groups: int) -> list[jax.ShapeDtypeStruct]:
+    """Describe the rows' maximum and sum, which POR writes."""
+    return [jax.ShapeDtypeStruct((num_groups, TILE_ROWS), jnp.float32)] * 2
+
+
+def merge_rows(
+    refs: Any, merge: Merge, group: jax.Array, begin: jax.Array, used_here: jax.Array, partials: tuple[jax.Array, ...]
+) -> jax.Array:
+    """Merge rows [begin, begin + rows) of a tile, of which the first `used_here` belong to requests.
+
+    Stores maximum and sum, and returns the output [rows, H].
+    """
+    rows, (first, last) = pl.ds(begin, merge.rows), partials
+    violations = _count_violations(refs, merge.num_ctas)
+    last = jnp.where(begin < used_here, last, first)
+    acc, row_max, row_sum = _merge_partials(refs, merge, rows, first, last)
+    nan_or_zero = jnp.where(jnp.max(violations) == 0, 0.0, jnp.nan).astype(jnp.float32)
+    row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=merge.layout)
+    merged = jnp.where(row + begin < used_here, acc / merge.over_columns(jnp.maximum(row_sum, 1e-30)), 0.0)
+    merged = (merged + nan_or_zero).astype(merge.dtype)  # [rows, H]
+    store(refs.max.at[group, rows], row_max * _LN2 + nan_or_zero)
+    # PAC leaves anything in rows that no request has; a sum of 0 says that they saw no token.
+    row_of_part = plgpu.broadcasted_iota(jnp.int32, row_sum.shape, 0, layout=merge.of_rows)
+    store(refs.sum.at[group, rows], jnp.where(row_of_part + begin < used_here, row_sum, 0.0) + nan_or_zero)
+    return merged
+
+
+def _count_violations(refs: Any, num_ctas: int) -> jax.Array:
+    """Count, in each thread, the thread blocks of PAC that found the plan violated."""
+    thread = plgpu.Layout.WG_STRIDED((GROUP,), 1)
+    cta = plgpu.broadcasted_iota(jnp.int32, (GROUP,), 0, layout=thread)
+    count = plgpu.layout_cast(jnp.full((GROUP,), 0, jnp.int32), thread)
+    for begin in range(0, num_ctas, GROUP):
+        found = load(refs.violations.at[pl.ds(begin, GROUP)], thread)
+        count += jnp.where(begin + cta < num_ctas, found, 0)
+    return count
+
+
+def _merge_partials(
+    refs: Any, merge: Merge, rows: Any, first: jax.Array, last: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Merge rows of partials [first, last): the sum of outputs [rows, H], weighted, the maximum and the sum, [rows]."""
+
+    def step(j: jax.Array, carry: tuple, first: jax.Array, at_once: int) -> tuple:
+        acc, row_max, row_sum = carry
+        loaded = []
+        for k in range(at_once):
+            i = first + j * at_once + k
+            partial = jnp.minimum(i, last - 1)
+            counted = jnp.where(i < last, 1.0, 0.0).astype(jnp.float32)
+            loaded.append((
+                load(refs.partial_out.at[partial, rows], merge.layout),  # [rows, H]
+                load(refs.partial_max.at[partial, rows], merge.of_rows),  # [rows]
+                load(refs.partial_sum.at[partial, rows], merge.of_rows) * counted,
+            ))  # fmt: skip
+        new_max = functools.reduce(jnp.maximum, (m for _, m, _ in loaded), row_max)
+        alpha = jnp.exp2(row_max - new_max)
+        acc, row_sum = acc * merge.over_columns(alpha), row_sum * alpha
+        for o, m, s in loaded:
+            weight = s * jnp.exp2(m - new_max)
+            acc, row_sum = acc + o * merge.over_columns(weight), row_sum + weight
+        return acc, new_max, row_sum
+
+    carry: tuple = (
+        merge.filled(0, merge.rows, merge.head_dim),
+        merge.filled(MIN_ROW_MAX, merge.rows),
+        merge.filled(0, merge.rows),
+    )
+    loops = []
+    for at_once, shorter in zip(merge.turns, (*merge.turns[1:], 0), strict=True):
+        turns = lax.div(last - first + (at_once - 1 - shorter), jnp.int32(at_once))
+        loops.append((turns, functools.partial(step, first=first, at_once=at_once)))
+        first = jnp.minimum(first + turns * at_once, last) if shorter else first
+    for turns, turn in loops:
+        carry = lax.fori_loop(0, turns, turn, carry)
+    return carry

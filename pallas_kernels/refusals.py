@@ -1,0 +1,34 @@
+"""Reasons why a family of kernels does not serve a call, for all that have them."""
+
+from collections.abc import Iterable
+
+from pallas_kernels.family import Tiling
+from pallas_kernels.heads import Heads, Scores
+from pallas_kernels.plan_format import PlanArrays
+
+
+def of_head_sizes(heads: Heads, sizes: Iterable[int]) -> str | None:
+    """Say why not, for heads of other sizes than these."""
+    if heads.head_dim in sizes and heads.value_head_dim == heads.head_dim:
+        return None
+    got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"
+    return f"it takes head sizes {', '.join(map(str, sizes))}, the same for keys and values, got {got}"
+
+
+def of_scores(scores: Scores | None) -> str | None:
+    """Say why not, for scores of which the greatest product would have the least weight."""
+    if scores is None or scores.scale >= 0:
+        return None
+    return f"it takes a scale of 0 or more, got {scores.scale}"
+
+
+def of_plan(plan: PlanArrays | None, wanted: Tiling, way_out: str = "") -> str | None:
+    """Say why not, for a plan that is cut otherwise."""
+    if plan is None or ((plan.tile_rows, plan.lanes) == wanted[1:3] and plan.block_tokens in wanted.block_tokens):
+        return None
+    tokens = " or ".join(map(str, sorted(set(wanted.block_tokens))))
+    return (
+        f"it takes plans of {wanted.tile_rows} rows a tile, {wanted.lanes} lane{'s' * (wanted.lanes > 1)} and blocks "
+        f"of {tokens} tokens{way_out}, got {plan.tile_rows} rows, {plan.lanes} lanes and blocks of {plan.block_tokens} "
+        "tokens"
+    )
