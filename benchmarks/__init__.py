@@ -11,5 +11,6 @@ _MEASURING = (
     "invariance",
     "tune",
     "ceilings",
+    "your_gpu",
 )
 COMMANDS = (*_MEASURING, "serving", "scaling", "churn", "planning", "plot", "report")

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from benchmarks.ceilings import ceilings
+from benchmarks.ceilings import Ceilings, ceilings
 from benchmarks.inputs import (
     Case,
     Inputs,
@@ -118,14 +118,14 @@ def measure(case: Case, peers: Peers | None, implementation: str | None, repeats
     return row | (peers.measure(case.workload, layout, expected, repeats) if peers else {})
 
 
-def bounds(workload: Workload, forest: Forest, layout: Layout) -> dict:
-    """Count tokens, and what reading each once or multiplying takes at least."""
+def bounds(workload: Workload, forest: Forest, layout: Layout, most: Ceilings | None = None) -> dict:
+    """Count tokens, and what reading each once or multiplying takes at least, at the rates of the default device."""
     read = forest.row_hi > forest.row_lo
     unique, total = int(forest.length[read].sum()), int(forest.request_length.sum(dtype=np.int64))
     query_size = len(workload.leaf) * layout.num_q_heads * layout.head_dim
     moved = unique * layout.kv_token_bytes + 2 * query_size * 2
     operations = 4 * total * layout.num_q_heads * layout.head_dim
-    most = ceilings()
+    most = most or ceilings()
     return {
         "name": workload.name,
         "unique_tokens": unique,

@@ -75,8 +75,8 @@ MODELS = ("qwen3-4b", "qwen3-32b", "llama-3.1-70b")
 PREDICTED_DOCUMENTS, PREDICTED_REQUESTS = (32_768, 120_000, 1 << 20), (16, 64, 256)
 GROUPS, REPLICATED = (1, 2, 4, 8, 16, 32, 64), (16, 128, 1024)
 
-#: Rows of one GPU: the first are what costs are fitted to, the others what they are tried on. The latter are from before
-#: loops of a fixed length, which left time between kernels that there is no more.
+#: Rows of one GPU: the first are what costs are fitted to, the others what they are tried on. The latter are from
+#: before loops of a fixed length, which left time between kernels that there is no more.
 FITTED, TRIED = ("decoding_120000_h200", "decoding_32768_16_h200", "decoding_32768_64_h200"), ("decoding_32768_h100",)
 
 IN_A_LOOP, CALLS = 100, 10

@@ -202,6 +202,20 @@ def score_variants(rows: list[dict]) -> str:
     return pivot(rows, "name", "variant", fill)
 
 
+def your_gpu(rows: list[dict]) -> str:
+    """Show what a GPU reads and multiplies, then the time of every implementation on each forest over its roofline."""
+
+    def fill(row: dict) -> str:
+        if not row.get("kernel_us"):
+            return row["error"][:60]
+        return f"{at_most(row['kernel_us'], 1)} μs, {at_most(row['kernel_us'] / row['roofline_us'], 2)}x"
+
+    rates, *measured = rows
+    read, multiplied = (at_least(rates[name] / 1e6, 2) for name in ("read_bytes_per_us", "flops_per_us"))
+    said = f"{rates['device']}: {read} TB/s read, {multiplied} TFLOP/s of bfloat16 products"
+    return f"{said}\n\n{pivot(measured, 'name', 'implementation', fill)}"
+
+
 def planning(rows: list[dict]) -> str:
     """Show the time of make_plan, its part of the attention that a plan serves, and how even the work is."""
     columns = text(forest="name", requests="requests", nodes="nodes") | {

@@ -3,8 +3,9 @@
     python -m codec_jax.profile [--heads 32/8] [--head-dim 128] [--page-size 16] [--json PATH]
 
 Every time is that of one `forest_attention` call in which each thread block has the same work: one segment of so many
-rows and tokens. Prints the table of the paper (Table 3: n_q by n) and writes it where `make_plan`
-looks for it, and to PATH. Takes a minute or two on a Hopper GPU that nobody else uses.
+rows and tokens. Prints the table of the paper (Table 3: n_q by n) and writes it where `make_plan` looks for it, and to
+PATH. Takes a minute or two on a GPU that nobody else uses. Kernels with one lane have no segments of two tiles: their
+second rows are twice the first.
 """
 
 from __future__ import annotations
@@ -66,9 +67,15 @@ class Times(NamedTuple):
 #: Segments of as many tokens as one of the grid, which shows what the further ones cost.
 SEVERAL = {tiles: Task(tiles, 1024, segments=4) for tiles in (1, 2)}
 MASKED = Task(1, MASKED_TOKENS, cached=True, masked=True)
-GRID = [Task(tiles, tokens, cached) for tiles in (1, 2) for cached in (False, True) for tokens in TOKENS]
 #: What POR takes where there is one row tile; elsewhere every thread block has one of its own.
 ONE_TILE = Task(1, 1024, divided=True)
+
+
+def tasks(lanes: int) -> list[Task]:
+    """Return all that is measured for kernels with so many lanes."""
+    all_tiles = range(1, lanes + 1)
+    grid = [Task(tiles, tokens, cached) for tiles in all_tiles for cached in (False, True) for tokens in TOKENS]
+    return [*grid, MASKED, *(SEVERAL[tiles] for tiles in all_tiles), ONE_TILE]
 
 
 def main() -> None:
@@ -91,9 +98,10 @@ def main() -> None:
         parser.error(
             f"expected at most {TILE_ROWS} q heads for a kv head, and kernels that serve: {'; '.join(reasons)}"
         )
-    clock = Clock(layout, default_tiling(heads))
+    tiling = default_tiling(heads)
+    clock = Clock(layout, tiling)
     times: dict[Task, Times] = {}
-    for task in tqdm([*GRID, MASKED, *SEVERAL.values(), ONE_TILE], unit="measurement"):
+    for task in tqdm(tasks(tiling.lanes), unit="measurement"):
         try:
             times[task] = clock.measure(task)
         except Exception as error:
@@ -101,7 +109,7 @@ def main() -> None:
         else:
             tqdm.write(f"{task}: PAC {times[task].pac:.2f} us, POR {times[task].por:.2f} us")
     try:
-        model = fit(times, layout, device.device_kind, clock.num_ctas)
+        model = fit(times, layout, device.device_kind, clock.num_ctas, tiling.lanes)
     except ValueError as error:
         sys.exit(f"failed: {error}; nothing was written")
     print(table(model))
@@ -244,16 +252,18 @@ def kernel_times(call: Callable[[], object], flush: Callable[[], object]) -> Tim
 # ---------------------------------------------------------------------- what it says
 
 
-def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: int) -> CostModel:
+def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: int, lanes: int) -> CostModel:
     """Take calls, segments and partials off PAC's times on the grid; what is left are rows over tokens.
 
     POR works for all thread blocks together, after the last of them: what it takes for one row tile is part of the time
     of a call. On the grid it has a merge for each of the `num_ctas` thread blocks. Columns of which a time is missing
     are left out. Raises ValueError if too much is missing.
     """
-    tokens = [n for n in TOKENS if all(Task(tiles, n, cached) in times for tiles in (1, 2) for cached in (False, True))]
-    wholes = [Task(tiles, several.tokens * several.segments) for tiles, several in SEVERAL.items()]
-    needed = [MASKED, MASKED._replace(masked=False), *SEVERAL.values(), *wholes, ONE_TILE]
+    all_tiles, each = range(1, lanes + 1), (False, True)
+    tokens = [n for n in TOKENS if all(Task(tiles, n, cached) in times for tiles in all_tiles for cached in each)]
+    severals = {tiles: SEVERAL[tiles] for tiles in all_tiles}
+    wholes = [Task(tiles, several.tokens * several.segments) for tiles, several in severals.items()]
+    needed = [MASKED, MASKED._replace(masked=False), *severals.values(), *wholes, ONE_TILE]
     missing = [task for task in needed if task not in times]
     if missing or len(tokens) < 2:
         raise ValueError(
@@ -264,9 +274,9 @@ def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: 
     # The cost of a further segment, with one partial and with two.
     opening = {
         tiles: (pac[several] - pac[whole]) / (several.segments - 1)
-        for (tiles, several), whole in zip(SEVERAL.items(), wholes, strict=True)
+        for (tiles, several), whole in zip(severals.items(), wholes, strict=True)
     }
-    merge = max(opening[2] - opening[1], 0.0)
+    merge = max(opening[lanes] - opening[1], 0.0)  # with one lane a segment has one partial: part of its cost
     segment = max(opening[1] - merge, 0.0)
     # PAC without tokens, by the two smallest numbers of them.
     first, second = (pac[Task(1, n)] for n in tokens[:2])
@@ -276,8 +286,9 @@ def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: 
     more = statistics.median(times[Task(1, n)].por for n in tokens) - por
 
     def grid(cached: bool) -> np.ndarray:
-        taken_off = start + segment + merge * np.arange(1, 3)[:, None]
-        values = np.asarray([[pac[Task(tiles, n, cached)] for n in tokens] for tiles in (1, 2)]) - taken_off
+        taken_off = start + segment + merge * np.arange(1, lanes + 1)[:, None]
+        values = np.asarray([[pac[Task(tiles, n, cached)] for n in tokens] for tiles in all_tiles]) - taken_off
+        values = values if lanes == 2 else values * np.asarray([[1.0], [2.0]])
         # Noise may not make more work take less time, nor work take none.
         values = np.maximum(values, 1e-6 * np.asarray(tokens))
         return np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)

@@ -8,8 +8,7 @@ from pallas_kernels.family import Call, Family, Tiling
 from pallas_kernels.heads import Heads, Scores, Window
 from pallas_kernels.hopper import HOPPER
 
-#: Those that are chosen by themselves, best first where several serve a device. `AMPERE` is by name only until it has
-#: been measured.
-FAMILIES = (HOPPER,)
+#: Best first where several serve a device.
+FAMILIES = (HOPPER, AMPERE)
 
 __all__ = ["AMPERE", "FAMILIES", "HOPPER", "Call", "Family", "Heads", "Scores", "Tiling", "Window"]

@@ -8,18 +8,16 @@ from typing import Any
 import jax
 
 from codec_jax.attention.xla import XLA
-from pallas_kernels import AMPERE, FAMILIES, Family, Heads, Scores
+from pallas_kernels import FAMILIES, Family, Heads, Scores
 from pallas_kernels.plan_format import PlanArrays
 
 #: Best first.
 BACKENDS = (*FAMILIES, XLA)
-#: Taken by name only, until measured: these kernels have not run on a GPU yet.
-BY_NAME = (AMPERE,)
 
 
 def check_name(implementation: Any) -> None:
     """Raise ValueError for a name that no backend has."""
-    names = [backend.name for backend in (*BACKENDS, *BY_NAME)]
+    names = [backend.name for backend in BACKENDS]
     if implementation not in (None, *names):
         raise ValueError(f"implementation: expected {', '.join(map(repr, names))} or None, got {implementation!r}")
 
@@ -33,12 +31,12 @@ def choose(implementation: Any, heads: Heads, scores: Scores, plan: PlanArrays) 
     device = jax.devices()[0]
     reasons: list[str] = []
     check_name(implementation)
-    for backend in BACKENDS if implementation is None else (*BACKENDS, *BY_NAME):
+    for backend in BACKENDS:
         if implementation not in (None, backend.name):
             continue
         reason = backend.why_not(heads, device, scores, plan)
         if reason is None:
-            if reasons and device.platform == "gpu":
+            if backend is XLA and reasons and device.platform == "gpu":
                 # The registry of `warnings` shows a text once per process and line.
                 warnings.warn(
                     f"attention runs on the xla path, which is correct but slow on a GPU; {'; '.join(reasons)}",

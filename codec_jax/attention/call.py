@@ -104,9 +104,9 @@ def forest_attention(
         or float8_e5m2; `KVPages.quantisation`); None for 1.
       value_scale: the same for values.
       implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these or of one byte a number,
-        H = V 64, 128 or 256), "xla" (any device), or None for the fastest of them that this device and these shapes
-        allow; where that is "xla" on a GPU, a warning says why. Or "ampere", by name only: kernels for NVIDIA GPUs
-        since Ampere (bfloat16 or float16, H = V 64, 128 or 256), for plans that are cut as `AMPERE.tiling` says.
+        H = V 64, 128 or 256), "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H = V 64, 128
+        or 256; on Hopper for plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest
+        of them that this device and these shapes allow; where that is "xla" on a GPU, a warning says why.
       return_residuals: also return the row maximum of the scores, scaled and capped, and the row sum of their
         exponentials, float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`). Sinks are in
         both, so partials that are merged later must not add them again.

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from codec_jax import checks
+from codec_jax.planning.published_rates import Rates, published_rates
 
 _FORMAT = "codec_jax cost model 2"
 _MEASURE_AGAIN = "measure again with `python -m codec_jax.profile`"
@@ -245,7 +246,8 @@ class CostModel:
     def default(cls, layout: HeadLayout) -> CostModel:
         """Return the model for the default device: measured by the user, shipped, or else a roofline.
 
-        Where a GPU has no table, a warning says so, once. Files are read again only when they change.
+        The roofline is of the GPU's published rates, or else of an H200. Where a GPU has no table, a warning says so,
+        once. Files are read again only when they change.
 
         Args:
           layout: as in `roofline`.
@@ -266,7 +268,7 @@ class CostModel:
             "balanced by a roofline; `python -m codec_jax.profile` measures them",
             stacklevel=1,
         )
-        return _roofline(layout, layout.head_dim)
+        return _roofline(layout, layout.head_dim, published_rates(device.device_kind), device.core_count)
 
     @classmethod
     def shipped(cls, device: str, layout: HeadLayout) -> CostModel | None:
@@ -376,8 +378,9 @@ def _loaded(path: str, mtime_ns: int, size: int) -> CostModel:
 
 
 @functools.lru_cache(maxsize=16)
-def _roofline(layout: HeadLayout, head_dim: int) -> CostModel:
-    return replace(CostModel.roofline(layout._replace(head_dim=head_dim)), head_dim=layout.head_dim)
+def _roofline(layout: HeadLayout, head_dim: int, rates: Rates | None = None, num_ctas: int = 0) -> CostModel:
+    known = {} if rates is None else {"num_ctas": num_ctas, **rates._asdict()}
+    return replace(CostModel.roofline(layout._replace(head_dim=head_dim), **known), head_dim=layout.head_dim)
 
 
 def _frozen(value: Any) -> Any:

@@ -14,7 +14,7 @@ from forests import Tree, renumbered
 from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, plan_of
 
 from codec_jax import Forest, PagePool, Plan, Window, make_plan
-from codec_jax.attention import backends, forest_attention
+from codec_jax.attention import backends
 from codec_jax.attention.xla import XLA
 from codec_jax.planning import arrays_of
 from pallas_kernels import AMPERE, Call, Scores
@@ -35,7 +35,7 @@ CONFIGS = sorted({(dim, block.tokens) for sizes in BLOCKS.values() for dim, bloc
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels serve on this machine."""
     simulate(monkeypatch, plgpu.InterpretGPUParams(detect_races=True))
-    monkeypatch.setattr(backends, "BY_NAME", (AMPERE._replace(why_not=lambda *_: None),))
+    monkeypatch.setattr(backends, "BACKENDS", (AMPERE._replace(why_not=lambda *_: None), XLA))
     for jitted in (attend, AMPERE.attend):
         jitted.clear_cache()
     yield
@@ -234,10 +234,8 @@ def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(heads: 
 # --- What is refused ----------------------------------------------------------------------------------------------
 
 
-def device(capability: str = "8.0", platform: str = "gpu") -> SimpleNamespace:
-    return SimpleNamespace(
-        platform=platform, compute_capability=capability, device_kind="a test's device", core_count=108
-    )
+def device(capability: str = "8.0", platform: str = "gpu", kind: str = "a test's device") -> SimpleNamespace:
+    return SimpleNamespace(platform=platform, compute_capability=capability, device_kind=kind, core_count=108)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +296,40 @@ def test_a_negative_scale_is_refused() -> None:
     assert got == "it takes a scale of 0 or more, got -0.5"
 
 
-def test_it_is_taken_by_name_only() -> None:
-    forest = Forest.from_nodes([-1], [20], [0])
-    query, pages = jnp.zeros((1, 1, 8, 64), jnp.bfloat16), jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
-    plan = ampere_plan(forest, Heads(8, 2, 64))
-    assert AMPERE not in backends.BACKENDS
-    assert XLA in backends.BACKENDS
-    if jax.default_backend() != "gpu":
-        with pytest.raises(ValueError, match=r"implementation: 'ampere' cannot serve: it needs an NVIDIA GPU"):
-            forest_attention(query, pages, pages, forest, plan, implementation="ampere")
+@pytest.mark.parametrize(
+    ("device", "changed", "expected"),
+    [
+        (device("8.0"), {}, "ampere"),
+        (device("8.9"), {}, "ampere"),
+        (device("10.0"), {}, "ampere"),
+        (device("9.0"), {"tile_rows": 64, "lanes": 2, "block_tokens": 128}, "mosaic"),
+        (device("9.0"), {}, "ampere"),  # the plan is cut for it
+    ],
+    ids=str,
+)
+def test_none_takes_the_family_of_the_device_and_the_plan(
+    monkeypatch: pytest.MonkeyPatch, device: Any, changed: dict[str, int], expected: str
+) -> None:
+    tiling = AMPERE.tiling(AllHeads(8, 2, 128, 128), device)
+    sizes = {"tile_rows": tiling.tile_rows, "lanes": tiling.lanes, "block_tokens": tiling.block_tokens[0]}
+    forest = Forest.from_nodes([-1], [40], [0])
+    plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=128, num_ctas=4, **(sizes | changed))
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert backends.choose(None, AllHeads(8, 2, 128, 128), Scores(1.0), plan.arrays).name == expected
+
+
+def test_a_plan_is_cut_for_the_device_that_it_is_made_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [device("8.0", kind="NVIDIA A100-SXM4-80GB")])
+    forest = Forest.from_nodes([-1], [40], [0])
+    with pytest.warns(UserWarning, match="no measured costs for NVIDIA A100-SXM4-80GB"):
+        plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=128)
+    assert backends.choose(None, AllHeads(8, 2, 128, 128), Scores(1.0), plan.arrays) is AMPERE
+    narrow = plan.cost_model.kv_us(False, 1000, cached=False)
+    assert narrow == pytest.approx(4 * 128 * 1000 * 108 / (0.94 * 2.039e6))
+
+
+def test_without_kernels_the_xla_path_serves_and_a_warning_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [device("8.0")])
+    plan = plan_of(Forest.from_nodes([-1], [40], [0]), Heads(8, 2, 96))
+    with pytest.warns(UserWarning, match=r"the xla path, .*; not on 'mosaic': .*; not on 'ampere': .*head sizes"):
+        assert backends.choose(None, AllHeads(8, 2, 96, 96), Scores(1.0), plan.arrays) is XLA

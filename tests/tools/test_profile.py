@@ -10,8 +10,8 @@ from costs import cost_model
 
 from codec_jax import CostModel, profile
 from codec_jax.planning.cost import HeadLayout, file_name
-from codec_jax.profile import GRID, MASKED, ONE_TILE, SEVERAL, TOKENS, Task, Times
-from pallas_kernels import HOPPER, Tiling
+from codec_jax.profile import MASKED, ONE_TILE, SEVERAL, TOKENS, Task, Times
+from pallas_kernels import AMPERE, HOPPER, Tiling
 from pallas_kernels.plan_format import Page
 
 LAYOUTS = [
@@ -20,7 +20,6 @@ LAYOUTS = [
     HeadLayout(16, 16, 64, 256),
     HeadLayout(32, 1, 256, 32),
 ]
-TASKS = [*GRID, MASKED, *SEVERAL.values(), ONE_TILE]
 
 
 def tiling(layout: HeadLayout) -> Tiling:
@@ -29,12 +28,20 @@ def tiling(layout: HeadLayout) -> Tiling:
     return HOPPER.tiling(profile.heads_of(layout), device)
 
 
+def ampere_tiling(layout: HeadLayout) -> Tiling:
+    """As on an A100."""
+    wanted = AMPERE.tiling(profile.heads_of(layout), SimpleNamespace(core_count=108, compute_capability="8.0"))
+    return wanted._replace(num_ctas=profile.busy(layout, wanted.num_ctas))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_thread_block_has_the_work_of_the_task_and_reads_its_own_or_the_same(layout):
-    num_ctas = profile.busy(layout, 132)
-    assert 0.9 * 132 < num_ctas <= 132
-    for task in [*(task for task in TASKS if task.tokens <= 4096), MASKED]:
-        forest, plan = profile.plan_of(task, layout, tiling(layout))
+@pytest.mark.parametrize("tiling", [tiling, ampere_tiling])
+def test_every_thread_block_has_the_work_of_the_task_and_reads_its_own_or_the_same(layout, tiling):
+    wanted = tiling(layout)
+    num_ctas = wanted.num_ctas
+    assert num_ctas > 0.9 * 108
+    for task in (task for task in profile.tasks(wanted.lanes) if task.tokens <= 4096):
+        forest, plan = profile.plan_of(task, layout, wanted)
         segments = plan.arrays.used_segments
         assert len(segments.begin) == num_ctas * task.segments
         pages = Page(*np.moveaxis(plan.arrays.block_pages, -1, 0)).page_id
@@ -60,7 +67,7 @@ POR_US = 4.0  # of the 10 that a call takes
 def times_of(model: CostModel) -> dict[Task, Times]:
     """What a GPU of 128 thread blocks would take that follows a model exactly."""
     times = {}
-    for task in TASKS:
+    for task in profile.tasks(2):
         wide = task.tiles == 2
         cached = float(model.kv_us(wide, task.tokens, cached=True)) * (model.masked if task.masked else 1)
         memory = float(model.kv_us(wide, task.tokens, cached=False))
@@ -75,7 +82,7 @@ MODEL = cost_model(LAYOUTS[0], narrow=(2.0, 1.0), wide=(2.2, 1.8), masked=1.3, s
 
 
 def test_the_costs_of_a_gpu_are_found_again_from_its_times():
-    fitted = profile.fit(times_of(MODEL), LAYOUTS[0], "a GPU", 128)
+    fitted = profile.fit(times_of(MODEL), LAYOUTS[0], "a GPU", 128, 2)
     for name in ("segment_us", "merge_us", "launch_us", "stream_us"):
         assert getattr(fitted, name) == pytest.approx(getattr(MODEL, name), abs=1e-3)
     assert fitted.masked == pytest.approx(MODEL.masked, abs=1e-3)
@@ -91,22 +98,33 @@ def test_the_costs_of_a_gpu_are_found_again_from_its_times():
     assert {"python", "jax", "jaxlib"} <= dict(fitted.versions).keys()
 
 
+def test_the_costs_of_kernels_with_one_lane_are_those_of_one_tile():
+    times = {task: us for task, us in times_of(MODEL).items() if task in profile.tasks(1)}
+    fitted = profile.fit(times, LAYOUTS[0], "a GPU", 128, 1)
+    assert fitted.merge_us == 0
+    assert fitted.segment_us == pytest.approx(MODEL.segment_us + MODEL.merge_us, abs=1e-3)
+    for cached in (False, True):
+        one = MODEL.kv_us(False, np.asarray(TOKENS), cached=cached)
+        np.testing.assert_allclose(fitted.kv_us(False, np.asarray(TOKENS), cached=cached), one, rtol=1e-3)
+        np.testing.assert_allclose(fitted.kv_us(True, np.asarray(TOKENS), cached=cached), 2 * one, rtol=1e-3)
+
+
 def test_noise_does_not_spoil_a_table():
     draw = np.random.default_rng(0)
     for _ in range(20):
         noisy = {task: Times(*draw.uniform(0.7, 1.3, 2) * us) for task, us in times_of(MODEL).items()}
-        profile.fit(noisy, LAYOUTS[0], "a GPU", 128)
+        profile.fit(noisy, LAYOUTS[0], "a GPU", 128, 2)
 
 
 def test_columns_without_a_time_are_left_out_and_too_few_raise():
     times = times_of(MODEL)
     del times[Task(2, 512, cached=True)]
-    assert profile.fit(times, LAYOUTS[0], "a GPU", 128).tokens == TOKENS[1:]
+    assert profile.fit(times, LAYOUTS[0], "a GPU", 128, 2).tokens == TOKENS[1:]
     for lost in ([MASKED], *([task] for task in SEVERAL.values()), [ONE_TILE]):
         with pytest.raises(ValueError, match=r"times: .*tokens, "):
-            profile.fit({key: us for key, us in times.items() if key not in lost}, LAYOUTS[0], "a GPU", 128)
+            profile.fit({key: us for key, us in times.items() if key not in lost}, LAYOUTS[0], "a GPU", 128, 2)
     with pytest.raises(ValueError, match=r"times: "):
-        profile.fit({}, LAYOUTS[0], "a GPU", 128)
+        profile.fit({}, LAYOUTS[0], "a GPU", 128, 2)
 
 
 @pytest.fixture
