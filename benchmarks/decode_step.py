@@ -173,7 +173,7 @@ def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudn
     config = model.config
     forest, num_pages = case.forest()
     own = case.contiguous()
-    size, free = len(own.used_pages) * PAGE_SIZE * kv_token_bytes(config), free_bytes()
+    size, free = len(own.used_pages) * PAGE_SIZE * config.kv_token_bytes, free_bytes()
     if size > free - _LEFT_FREE_BYTES:
         raise ValueError(
             f"expected contiguous KV that fits {free / 1e9:.0f} GB of free memory, got {size / 1e9:.0f} GB"
@@ -255,11 +255,6 @@ def free_bytes() -> float:
     """Return the free memory of the default device, or infinity where it does not say."""
     stats = jax.devices()[0].memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats else float("inf")
-
-
-def kv_token_bytes(config: DecoderConfig) -> int:
-    """Return the bytes of the K and V of one token, all layers."""
-    return 2 * jnp.dtype(config.dtype).itemsize * config.num_kv_heads * config.head_dim * config.num_layers
 
 
 def weight_bytes(model: Decoder) -> int:

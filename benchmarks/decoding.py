@@ -26,7 +26,6 @@ from benchmarks.decode_step import (
     VARIANTS,
     SharedDocument,
     Step,
-    kv_token_bytes,
     layout_of,
     weight_bytes,
 )
@@ -90,7 +89,7 @@ def floors(model: Decoder, case: SharedDocument) -> dict:
     # Every call starts from the same lengths, so half of its tokens are there in the mean step, and the new one is.
     own = case.requests * (case.own + (STEPS + 1) / 2)
     unique, total = case.document + own, case.requests * case.document + own
-    weights, kv = weight_bytes(model), unique * kv_token_bytes(config)
+    weights, kv = weight_bytes(model), unique * config.kv_token_bytes
     products = 2 * (weights / 2) * case.requests
     attention = 4 * total * config.num_q_heads * config.head_dim * config.num_layers
     most = ceilings()
@@ -101,7 +100,7 @@ def floors(model: Decoder, case: SharedDocument) -> dict:
         "tokens_per_call": STEPS,
         "weight_bytes": weights,
         "unique_kv_bytes": int(kv),
-        "total_kv_bytes": int(total * kv_token_bytes(config)),
+        "total_kv_bytes": int(total * config.kv_token_bytes),
         "floor_us": (weights + kv) / most.read_bytes_per_us,
         "roofline_us": max(weights / most.read_bytes_per_us, products / most.flops_per_us)
         + max(kv / most.read_bytes_per_us, attention / most.flops_per_us),

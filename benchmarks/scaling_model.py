@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.ceilings import CEILINGS, Ceilings
-from benchmarks.decode_step import STEPS, SharedDocument, kv_token_bytes
+from benchmarks.decode_step import STEPS, SharedDocument
 from codec_jax.nnx import DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.shards import check_sizes
@@ -114,7 +114,7 @@ def memory_bytes(config: DecoderConfig, case: SharedDocument, parallel: Parallel
 
 def _kv_bytes(config: DecoderConfig, tokens: float, num_kv_heads: int) -> float:
     """Return the bytes of K and V of so many tokens, some of the kv heads, all layers."""
-    return tokens * kv_token_bytes(config) * num_kv_heads / config.num_kv_heads
+    return tokens * config.kv_token_bytes * num_kv_heads / config.num_kv_heads
 
 
 # ---------------------------------------------------------------------- what devices tell each other

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.forest import KVPages
+from codec_jax.forest import Pages
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.batch import Scoring
 from codec_jax.nnx.decoder import Decoder
@@ -48,7 +48,7 @@ except ModuleNotFoundError as error:
 class DenseCache(NamedTuple):
     """K and V of a policy that Tunix samples from itself: every request has one page, of the cache's whole size."""
 
-    pages: tuple[KVPages, ...]  # of each layer
+    pages: tuple[Pages, ...]  # of each layer
     length: Int[Array, ""]  # tokens in each page
 
 
@@ -119,8 +119,9 @@ class Policy(Decoder):
         row, token = (jnp.arange(size, dtype=jnp.int32) for size in (batch, count))
         slots = row[:, None] * given.pages[0].key.shape[1] + given.length + token[None]
 
-        def attend(query: Array, pages: KVPages, scoring: Scoring) -> Array:
-            return dense_attention(query, pages.key, pages.value, positions, scoring, attention_mask)
+        def attend(query: Array, pages: Pages, scoring: Scoring) -> Array:
+            key, value = (array.astype(query.dtype) for array in (pages.key, pages.value))
+            return dense_attention(query, key, value, positions, scoring, attention_mask)
 
         x, written = self.embed(tokens), []
         for block, pages in zip(self.blocks, given.pages, strict=True):

@@ -72,11 +72,9 @@ def latent_attention(
     checks.float_dtype("query_nope", query_nope.dtype)
     checks.float_dtype("query_rope", query_rope.dtype)
     scale = 1.0 / math.sqrt(nope + rope) if scale is None else scale
-    absorbed = _product("btnd,lnd->btnl", query_nope, up_key)
-    # The latents are the values as well: what the rotated keys add to the output is cut off. Float32 keeps the
-    # absorbed query, and the latent that comes out, as exact as the scores.
+    # The latents are the values as well: what the rotated keys add to the output is cut off.
     attended = forest_attention(
-        jnp.concatenate([absorbed, query_rope.astype(jnp.float32)], axis=-1),
+        absorbed(query_nope, query_rope, up_key),
         latent_pages,
         latent_pages,
         forest,
@@ -84,7 +82,19 @@ def latent_attention(
         scale=scale,
         implementation=implementation,
     )
-    return _product("btnl,lnv->btnv", attended[..., :latent], up_value).astype(query_nope.dtype)
+    return expanded(attended, up_value).astype(query_nope.dtype)
+
+
+def absorbed(
+    query_nope: Float[Array, "B T N nope"], query_rope: Float[Array, "B T N rope"], up_key: Float[Array, "L N nope"]
+) -> Float[Array, "B T N L+rope"]:
+    """Return the queries of latent pages: float32, which keeps them as exact as the scores."""
+    return jnp.concatenate([_product("btnd,lnd->btnl", query_nope, up_key), query_rope.astype(jnp.float32)], axis=-1)
+
+
+def expanded(attended: Float[Array, "B T N L+rope"], up_value: Float[Array, "L N V"]) -> Float[Array, "B T N V"]:
+    """Return the values of what attention over latent pages gives, whose first L numbers are meant; float32."""
+    return _product("btnl,lnv->btnv", attended[..., : up_value.shape[0]], up_value)
 
 
 def reconstruct(

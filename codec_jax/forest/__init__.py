@@ -2,9 +2,11 @@
 
 from codec_jax.forest.draft_trees import DraftTrees
 from codec_jax.forest.forest import Forest
-from codec_jax.forest.kv_pages import NO_SLOT, ONE_BYTE, KVPages, Quantisation, finite
+from codec_jax.forest.kv_pages import ONE_BYTE, KVPages, Quantisation, finite
+from codec_jax.forest.latent_pages import LatentPages, Pages
 from codec_jax.forest.pages import PagePool
 from codec_jax.forest.prefix_cache import PrefixCache
+from codec_jax.forest.token_slots import NO_SLOT
 from codec_jax.forest.token_tree import Match
 from codec_jax.forest.tree import FREE, NO_NODE, ROOT, Tree
 
@@ -17,8 +19,10 @@ __all__ = [
     "DraftTrees",
     "Forest",
     "KVPages",
+    "LatentPages",
     "Match",
     "PagePool",
+    "Pages",
     "PrefixCache",
     "Quantisation",
     "Tree",

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int
 from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
 from codec_jax.forest.forest import Forest
-from codec_jax.forest.kv_pages import NO_SLOT
+from codec_jax.forest.token_slots import NO_SLOT
 
 
 @jax.tree_util.register_dataclass

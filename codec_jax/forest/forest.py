@@ -30,9 +30,9 @@ from codec_jax.arrays import HostOrDevice, Integers, bucket, padded, to_int32
 from codec_jax.forest import edits
 from codec_jax.forest.depth_first import depth_first
 from codec_jax.forest.hidden import hidden_from_readers
-from codec_jax.forest.kv_pages import NO_SLOT
 from codec_jax.forest.pages import PagePool
 from codec_jax.forest.radix_tree import shared_pages, shared_tokens
+from codec_jax.forest.token_slots import NO_SLOT
 from codec_jax.forest.tree import FREE, GONE, NO_NODE, Tree, check_slots, check_tree
 from pallas_kernels.heads import Window
 

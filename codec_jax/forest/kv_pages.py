@@ -16,12 +16,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from codec_jax.arrays import HostOrDevice, to_int32
+from codec_jax.arrays import HostOrDevice
+from codec_jax.forest.token_slots import both_in_bounds, copied, in_bounds, stored
 
 #: Dtypes of one byte a number that pages may have.
 ONE_BYTE = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-#: A token slot that is out of every pool's bounds: what is written to it is dropped.
-NO_SLOT = np.iinfo(np.int32).max
 
 
 class Quantisation(NamedTuple):
@@ -135,14 +134,7 @@ class KVPages:
         >>> float(pages.write(np.array([[17]]), row, row).key[1, 1].sum())
         128.0
         """
-        where = _in_bounds("slots", slots)
-
-        def store(name: str, pages: Array, rows: Array) -> Array:
-            expected = (*where.shape, *pages.shape[2:])
-            if rows.shape != expected:
-                raise ValueError(f"{name}: expected shape {expected}, a row for each slot, got {rows.shape}")
-            return _tokens(pages).at[where].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
-
+        where = in_bounds("slots", slots)
         key, value, quantisation = jnp.asarray(key), jnp.asarray(value), self.quantisation
         if quantisation is not None:
             _check_writable(self.key.dtype)
@@ -152,7 +144,7 @@ class KVPages:
             counts = ((large & is_stored).sum(dtype=jnp.int32) for large in (large_keys, large_values))
             quantisation = quantisation._replace(saturated=quantisation.saturated + sum(counts))
         value = finite(value, self.value.dtype)
-        return KVPages(store("key", self.key, key), store("value", self.value, value), quantisation)
+        return KVPages(stored("key", self.key, where, key), stored("value", self.value, where, value), quantisation)
 
     def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> KVPages:
         """Copy K and V from token slots to token slots, all read before any is written. Jittable.
@@ -166,17 +158,8 @@ class KVPages:
         >>> pages = KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64)
         >>> pages = pages.move(np.array([[33, 34]]), np.array([[17, 18]]))
         """
-        source, target = _in_bounds("source", source), _in_bounds("target", target)
-        if source.shape != target.shape:
-            raise ValueError(f"target: expected shape {source.shape}, that of source, got {target.shape}")
-
-        def copy(pages: Array) -> Array:
-            tokens = _tokens(pages)
-            rows = tokens.at[source].get(mode="fill", fill_value=0)
-            to = jnp.where(source < tokens.shape[0], target, NO_SLOT)
-            return tokens.at[to].set(rows, mode="drop").reshape(pages.shape)
-
-        return replace(self, key=copy(self.key), value=copy(self.value))
+        slots = both_in_bounds(source, target)
+        return replace(self, key=copied(self.key, *slots), value=copied(self.value, *slots))
 
 
 def finite(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
@@ -196,16 +179,3 @@ def _quantise(
     """Return rows over their scale within the bounds of a dtype, and which are out of them; NaN stays as it is."""
     scaled, largest = rows.astype(jnp.float32) / scale[None, None, :, None], float(jnp.finfo(dtype).max)
     return jnp.clip(scaled, -largest, largest).astype(dtype), jnp.abs(scaled) > largest
-
-
-def _tokens(pages: Float[Array, "num_pages page_size K H"]) -> Float[Array, "slots K H"]:
-    return pages.reshape(-1, *pages.shape[2:])
-
-
-def _in_bounds(name: str, slots: HostOrDevice) -> Int[Array, "B T"]:
-    """Return token slots as int32; negative ones, from where an index would count from the end, as NO_SLOT."""
-    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
-    if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected token slots, integers, got {slots.dtype} of shape {slots.shape}")
-    slots = jnp.asarray(to_int32(slots, minimum=-1))
-    return jnp.where(slots < 0, NO_SLOT, slots)

@@ -6,8 +6,9 @@ from codec_jax.nnx.chat import ChatTemplate
 from codec_jax.nnx.checkpoint import Checkpoint, open_checkpoint
 from codec_jax.nnx.configs import PUBLISHED, random_decoder
 from codec_jax.nnx.decoder import Decoder
-from codec_jax.nnx.decoder_config import DecoderConfig, Mixture
+from codec_jax.nnx.decoder_config import DecoderConfig, Latent, Mixture
 from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
 from codec_jax.nnx.params import Matcher, SamplingParams
 from codec_jax.nnx.replicas import Replicas
 from codec_jax.nnx.request import Request, Update
@@ -35,10 +36,12 @@ __all__ = [
     "Engine",
     "Following",
     "Generated",
+    "Latent",
     "LinearScaling",
     "Llama3Scaling",
     "Matcher",
     "Mixture",
+    "MultiHeadLatentAttention",
     "PlacedDecoder",
     "Replicas",
     "Request",

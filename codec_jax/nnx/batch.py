@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.attention import forest_attention
 from codec_jax.attention.pac_por import add_sinks
-from codec_jax.forest import NO_SLOT, DraftTrees, Forest, KVPages
+from codec_jax.forest import NO_SLOT, DraftTrees, Forest, Pages
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.planning import Plan
 from pallas_kernels import Window
@@ -32,7 +32,7 @@ class Scoring(NamedTuple):
 
 
 #: How rows attend whose K and V are in the pages already.
-Attend = Callable[[Float[Array, "B T N H"], KVPages, Scoring], Float[Array, "B T N H"]]
+Attend = Callable[[Float[Array, "B T N H"], Pages, Scoring], Float[Array, "B T N H"]]
 
 
 class Batch(NamedTuple):
@@ -71,7 +71,7 @@ def attend(
     implementation: str | None,
     parallel: Parallel,
     query: Float[Array, "B T N H"],
-    pages: KVPages,
+    pages: Pages,
     scoring: Scoring,
 ) -> Float[Array, "B T n H"]:
     """Attend in each batch over its own forest and plan; of several devices each gets its part of the heads."""

@@ -30,10 +30,12 @@ from tokenizers import Tokenizer
 
 from codec_jax import checks
 from codec_jax.nnx.chat import ChatTemplate, read_chat_template
-from codec_jax.nnx.checkpoint_config import is_mxfp4, read_config, read_max_context, read_stop_tokens
+from codec_jax.nnx.checkpoint_config import has_fp8, is_mxfp4, read_config, read_max_context, read_stop_tokens
+from codec_jax.nnx.checkpoint_latent import read_further_layers
 from codec_jax.nnx.checkpoint_values import shown
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.fp8 import FP8, SCALES, Fp8, StoredTensors, shape_of_scales
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.shards import Cut, PlacedDecoder, assembled, check_sizes
 from codec_jax.nnx.tensors import UNNEEDED, Layout, arranged, parts_of
@@ -53,6 +55,12 @@ class Source(NamedTuple):
 
     layout: Layout
     tensors: tuple[tuple[Path, str], ...]  # file and name of each
+    scales: Mapping[str, Path]  # by the names of the tensors in float8, the files of their scales
+
+    @property
+    def files(self) -> set[Path]:
+        """All that are read."""
+        return {file for file, _ in self.tensors} | set(self.scales.values())
 
 
 @dataclass(frozen=True)
@@ -113,18 +121,21 @@ class Checkpoint:
         parallel = Parallel.of(mesh)
         check_sizes(config, parallel)
         with ExitStack() as stack:
-            files = {file for source in self.sources.values() for file, _ in source.tensors}
+            files = {file for source in self.sources.values() for file in source.files}
             opened = {file: stack.enter_context(safe_open(file, framework="numpy")) for file in files}
+            stored = StoredTensors()
 
             def weight(path: str, parameter: jax.ShapeDtypeStruct) -> Array:
-                cut, (layout, sources), tensors = (
-                    Cut.of(config, parallel, path, parameter.shape),
-                    self.sources[path],
-                    [],
-                )
-                for part, (file, name) in enumerate(sources):
-                    tensors.append(_read(opened[file].get_slice(name), cut, part, layout == "linear", mesh))
-                return _place(tensors, layout, parameter.shape, dtype, cut, mesh)
+                cut, source = Cut.of(config, parallel, path, parameter.shape), self.sources[path]
+                tensors: list[Array | np.ndarray | Fp8] = []
+                for part, (file, name) in enumerate(source.tensors):
+                    if name in source.scales:
+                        scale = opened[source.scales[name]].get_tensor(name + SCALES)
+                        tensors.append(Fp8(stored.read(file, name), scale))
+                        continue
+                    is_linear = source.layout == "linear"
+                    tensors.append(_read(opened[file].get_slice(name), cut, part, is_linear, mesh))
+                return _place(tensors, source.layout, parameter.shape, parameter.dtype, cut, mesh)
 
             graph, weights = filled(config, weight, progress=progress)
         if mesh is None:
@@ -138,6 +149,8 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     Args:
       directory: holds config.json, model.safetensors or its shards (with or without an index) in float32, bfloat16 or
         float16, tokenizer.json and perhaps generation_config.json, tokenizer_config.json and chat_template.jinja.
+        Experts of gpt-oss may be in MXFP4, weights of DeepSeek-V3 in float8 with scales of blocks. DeepSeek-V3's layers
+        that predict several tokens, which follow those of the decoder, are not read.
 
     Raises ValueError that lists all that is wrong with the checkpoint: tensors that are missing, unknown, of another
     shape or dtype, or truncated, an architecture or a setting that `Decoder` does not compute, tokens that the model
@@ -165,15 +178,14 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         config = read_config(given, problems)
         max_context = read_max_context(given, problems)
         stop_tokens = read_stop_tokens(given, generation or {}, problems)
-        sources = {} if config is None else _match(config, headers, is_mxfp4(given), problems)
+        further = read_further_layers(given, problems)
+        sources = {} if config is None else _match(config, headers, is_mxfp4(given), has_fp8(given), further, problems)
         if tokenizer is not None and type(given.get("vocab_size")) is int:
             first = [given["bos_token_id"]] if type(given.get("bos_token_id")) is int else []
             _check_tokens(tokenizer, given["vocab_size"], [*first, *stop_tokens], problems)
     if problems or config is None or tokenizer is None:
         raise ValueError("\n  ".join([f"{directory}: expected a checkpoint that the decoder can run, but", *problems]))
-    read = {file for file in files if file.exists()} | {
-        file for source in sources.values() for file, _ in source.tensors
-    }
+    read = {file for file in files if file.exists()} | {file for source in sources.values() for file in source.files}
     return Checkpoint(config, tokenizer, chat_template, stop_tokens, max_context, frozenset(read), sources)
 
 
@@ -279,8 +291,10 @@ def _read_index(file: Path, problems: list[str]) -> dict[str, str]:
     return {} if outside else file_of
 
 
-def _match(config: DecoderConfig, headers: _Headers, mxfp4: bool, problems: list[str]) -> dict[str, Source]:
-    """Find the tensors of every parameter."""
+def _match(
+    config: DecoderConfig, headers: _Headers, mxfp4: bool, fp8: bool, further: int, problems: list[str]
+) -> dict[str, Source]:
+    """Find the tensors of every parameter; those of further layers are left alone."""
     known = len(headers.tensors) + len(headers.unread or ())
     if config.num_layers > known:  # a layer has several: listing all that are missing might take for ever
         if headers.unread is not None:
@@ -291,8 +305,15 @@ def _match(config: DecoderConfig, headers: _Headers, mxfp4: bool, problems: list
         return {}
     parts = {path: parts_of(config, path, shape.shape, mxfp4) for path, shape in parameter_shapes(config).items()}
     expected = {name: (shape, each.dtypes) for each in parts.values() for name, shape in each.shapes.items()}
+    in_fp8 = {name for name, tensor in headers.tensors.items() if fp8 and tensor.dtype == FP8 and name in expected}
+    for name in in_fp8:
+        shape, dtypes = expected[name]
+        expected |= {name: (shape, (FP8,)), name + SCALES: (shape_of_scales(shape), dtypes)}
+    unread_layers = range(config.num_layers, config.num_layers + further)
     for name, tensor in headers.tensors.items():
         if re.fullmatch(UNNEEDED, name) or (name == "lm_head.weight" and config.tied_embeddings):
+            continue
+        if (layer := re.match(r"model\.layers\.(\d{1,10})\.", name)) and int(layer[1]) in unread_layers:
             continue
         if name not in expected:
             problems.append(f"{tensor.file.name}: expected no {name}, which the decoder does not have")
@@ -310,8 +331,13 @@ def _match(config: DecoderConfig, headers: _Headers, mxfp4: bool, problems: list
         problems.extend(f"{name}: expected this tensor, got none" for name in sorted(missing - headers.unread))
     if missing:
         return {}
+    file_of = {name: headers.tensors[name].file for name in expected}
     return {
-        path: Source(layout, tuple((headers.tensors[name].file, name) for name in shapes))
+        path: Source(
+            layout,
+            tuple((file_of[name], name) for name in shapes),
+            {name: file_of[name + SCALES] for name in shapes if name in in_fp8},
+        )
         for path, (layout, shapes) in parts.items()
     }
 
@@ -333,10 +359,11 @@ def _read(tensor: Any, cut: Cut, part: int, transpose: bool, mesh: Mesh | None) 
 
 @partial(jax.jit, static_argnames=("layout", "shape", "dtype", "cut", "mesh"))
 def _place(
-    tensors: list[Array], layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, cut: Cut, mesh: Mesh | None
+    tensors: list[Array | Fp8], layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, cut: Cut, mesh: Mesh | None
 ) -> Array:
-    def place(tensors: list[Array]) -> Array:
-        return arranged(layout, tensors, shape, dtype)
+    def place(tensors: list[Array | Fp8]) -> Array:
+        decoded = [tensor.decoded() if isinstance(tensor, Fp8) else tensor for tensor in tensors]
+        return arranged(layout, decoded, shape, dtype)
 
     if mesh is None:
         return place(tensors)

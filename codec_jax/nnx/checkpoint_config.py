@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from codec_jax.nnx import checkpoint_latent
 from codec_jax.nnx.checkpoint_rope import read_rope
 from codec_jax.nnx.checkpoint_values import flag, number, require, shown
 from codec_jax.nnx.decoder_config import DecoderConfig, Mixture
+from codec_jax.nnx.fp8 import is_fp8
 from pallas_kernels import Window
 
 
@@ -72,6 +74,12 @@ FAMILIES = {
         },
         {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}, full_every=2,
     ),
+    **dict.fromkeys(
+        checkpoint_latent.MODEL_TYPES,
+        _Family(
+            "DeepseekV3ForCausalLM", {"qk_norm": False}, checkpoint_latent.DEFAULTS, checkpoint_latent.HONOURED
+        ),
+    ),
 }  # fmt: skip
 
 #: The only values of these keys that `Decoder` computes; a key that is not there, or null, means the same.
@@ -113,7 +121,7 @@ def read_config(given: Mapping[str, Any], problems: list[str]) -> DecoderConfig 
     tied = flag(given, "tie_word_embeddings", problems)
     for key, honoured in {**_HONOURED, **family.honoured}.items():
         require(given, key, honoured, problems)
-    if not is_mxfp4(given):
+    if not is_mxfp4(given) and not has_fp8(given):
         require(given, "quantization_config", None, problems)
     if name == "gpt_oss" and not given.get("rope_parameters") and not given.get("rope_scaling"):
         given["rope_scaling"] = _GPT_OSS_ROPE
@@ -136,7 +144,11 @@ def read_config(given: Mapping[str, Any], problems: list[str]) -> DecoderConfig 
         for ours, theirs in (("logit_softcap", "final_logit_softcapping"), ("softcap", "attn_logit_softcapping")):
             if given.get(theirs) is not None and theirs not in family.honoured:
                 fields[ours] = number(given, theirs, problems, whole=False)
-    if "num_experts_per_tok" in family.defaults:
+    if name in checkpoint_latent.MODEL_TYPES:
+        fields |= checkpoint_latent.read_latent(given, rope, q_heads, problems)
+        fields["mixture"] = checkpoint_latent.read_mixture(given, problems)
+        sizes |= {size: fields.pop(size, None) for size in ("num_kv_heads", "head_dim")}
+    elif "num_experts_per_tok" in family.defaults:
         fields["mixture"] = _read_mixture(given, name == "gpt_oss", problems)
     if architecture is None or None in sizes.values() or fields.get("mixture", "none") is None:
         return None
@@ -163,6 +175,11 @@ def is_mxfp4(given: Mapping[str, Any]) -> bool:
         and isinstance(quantisation, dict)
         and quantisation.get("quant_method") == "mxfp4"
     )
+
+
+def has_fp8(given: Mapping[str, Any]) -> bool:
+    """Say whether weights may be stored in float8 with scales of blocks, which loading undoes."""
+    return given.get("model_type") in checkpoint_latent.MODEL_TYPES and is_fp8(given.get("quantization_config"))
 
 
 def read_max_context(given: Mapping[str, Any], problems: list[str]) -> int:

@@ -100,15 +100,19 @@ def _llama3(rope: Mapping[str, Any], place: str, problems: list[str]) -> Any:
 
 
 def _yarn(rope: Mapping[str, Any], place: str, problems: list[str]) -> Any:
-    for name in ("mscale", "mscale_all_dim"):
-        require(rope, name, None, problems)
     factor = number(rope, "factor", problems, whole=False, place=place)
+    # As the paper recommends: what is stretched more is sharpened more. Some divide it between positions and scores.
+    default = sharpening(factor or 1.0)
+    if None in (rope.get("mscale"), rope.get("mscale_all_dim")):
+        for name in ("mscale", "mscale_all_dim"):
+            require(rope, name, None, problems)
+    else:
+        amount, of_scores = (
+            number(rope, name, problems, whole=False, place=place) or 1.0 for name in ("mscale", "mscale_all_dim")
+        )
+        default = sharpening(factor or 1.0, amount) / sharpening(factor or 1.0, of_scores)
     context = number(rope, "original_max_position_embeddings", problems, place=place)
-    # As the paper recommends: what is stretched more is sharpened more.
-    attention = number(
-        rope, "attention_factor", problems, default=0.1 * math.log(max(factor or 1.0, 1.0)) + 1.0, whole=False,
-        place=place,
-    )  # fmt: skip
+    attention = number(rope, "attention_factor", problems, default=default, whole=False, place=place)
     fast, slow = (
         number(rope, name, problems, default=default, whole=False, place=place)
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
@@ -117,3 +121,8 @@ def _yarn(rope: Mapping[str, Any], place: str, problems: list[str]) -> Any:
     if not isinstance(truncate, bool):
         problems.append(f"config.json: expected true or false as {place}truncate, got {shown(truncate)}")
     return lambda: YarnScaling(factor, context, attention, fast, slow, truncate)
+
+
+def sharpening(factor: float, amount: float = 1.0) -> float:
+    """Return what YaRN multiplies queries and keys by, for positions that are stretched by a factor."""
+    return 0.1 * amount * math.log(max(factor, 1.0)) + 1.0

@@ -23,14 +23,16 @@ def number(
     *,
     default: float | None = None,
     whole: bool = True,
+    least: int = 1,
     place: str = "",
 ) -> Any:
-    """Return a positive number, or None and say why there is none."""
+    """Return a positive number, of whole ones at least `least`, or None and say why there is none."""
     value: Any = given.get(name)
     if value is None and default is not None:
         return default
     # Within int32 and float32. A bool is an int, but no number here.
-    kinds, low, high, kind = ((int,), 1, 2**31 - 1, "whole number") if whole else ((int, float), 1e-37, 1e37, "number")
+    kinds: tuple[type, ...] = (int,) if whole else (int, float)
+    low, high, kind = (least, 2**31 - 1, "whole number") if whole else (1e-37, 1e37, "number")
     if type(value) in kinds and low <= value <= high:
         return value
     problems.append(f"config.json: expected a {kind} from {low} to {high} as {place}{name}, got {shown(value)}")

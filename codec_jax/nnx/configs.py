@@ -85,7 +85,7 @@ def random_decoder(
 
     def weight(path: str, parameter: jax.ShapeDtypeStruct) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
-        whole = _draw(key, parameter.shape, config.param_dtype, _constant(config, path))
+        whole = _draw(key, parameter.shape, parameter.dtype, _constant(config, path))
         return whole if mesh is None else divided(mesh, Cut.of(config, parallel, path, parameter.shape), whole)
 
     graph, weights = filled(config, weight, progress=progress)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,9 +16,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
-from codec_jax.forest import DraftTrees, Forest, KVPages
+from codec_jax.forest import DraftTrees, Forest, Pages
 from codec_jax.nnx.batch import Attend, Batch, Plans, attend, check_plans, joined, parted
 from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
 from codec_jax.nnx.mlp import MLP, Experts, linear
 from codec_jax.nnx.norm import RMSNorm
 from codec_jax.nnx.parallel import ALONE, Parallel
@@ -34,7 +36,8 @@ class Block(nnx.Module):
         if before:
             self.attention_norm = RMSNorm(config.hidden_size, config)
             self.mlp_norm = RMSNorm(config.hidden_size, config)
-        self.attention = Attention(config, rngs, layer)
+        kind: Any = Attention if config.latent is None else MultiHeadLatentAttention
+        self.attention = kind(config, rngs, layer)
         self.mlp = MLP(config, rngs) if mixture is None else Experts(config, mixture, rngs)
         if after:
             self.attention_out_norm = RMSNorm(config.hidden_size, config)
@@ -51,10 +54,10 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         slots: Int[Array, "B T"],
-        pages: KVPages,
+        pages: Pages,
         attend: Attend,
         parallel: Parallel = ALONE,
-    ) -> tuple[Float[Array, "B T D"], KVPages]:
+    ) -> tuple[Float[Array, "B T D"], Pages]:
         """Attention over a forest, then the MLP."""
         normed = self._before("attention", x)
         attended, pages = self.attention.decode(normed, positions, slots, pages, attend, parallel)
@@ -122,7 +125,7 @@ class Decoder(nnx.Module):
     def decode(
         self,
         tokens: Int[Array, "B T"],
-        cache: tuple[KVPages, ...],
+        cache: tuple[Pages, ...],
         forest: Forest,
         plan: Plans,
         *,
@@ -130,7 +133,7 @@ class Decoder(nnx.Module):
         store: Bool[Array, "B T"] | bool = True,
         implementation: str | None = None,
         parallel: Parallel = ALONE,
-    ) -> tuple[Float[Array, "B T D"], tuple[KVPages, ...]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Pages, ...]]:
         """Run each request's last T tokens, whose room in the forest is taken already (`Forest.extend`). Jittable.
 
         Args:
@@ -155,11 +158,11 @@ class Decoder(nnx.Module):
     def decode_together(
         self,
         batches: Sequence[Batch],
-        cache: tuple[KVPages, ...],
+        cache: tuple[Pages, ...],
         *,
         implementation: str | None = None,
         parallel: Parallel = ALONE,
-    ) -> tuple[list[Float[Array, "B T D"]], tuple[KVPages, ...]]:
+    ) -> tuple[list[Float[Array, "B T D"]], tuple[Pages, ...]]:
         """Run several batches in one pass over the weights: chunks of prompts beside requests that decode. Jittable.
 
         Every layer stores K and V of all batches before one of them attends, so they may build on each other.
@@ -211,8 +214,8 @@ class Decoder(nnx.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def new_cache(self, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
-        """Return empty KV pages for every layer.
+    def new_cache(self, num_pages: int, page_size: int) -> tuple[Pages, ...]:
+        """Return empty KV pages for every layer, or latent pages.
 
         Args:
           num_pages: pages of each layer.

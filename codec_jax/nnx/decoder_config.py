@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from codec_jax import checks
-from codec_jax.forest import KVPages
+from codec_jax.forest import KVPages, LatentPages, Pages
 from codec_jax.nnx.rope import RopeScaling
 from pallas_kernels import Window
 
@@ -40,15 +40,76 @@ class Mixture:
     bias: bool = False  # of router and experts
     every: int = 1  # only every n-th layer has a mixture, and the others an MLP
     dense_layers: tuple[int, ...] = ()  # further layers that have an MLP
+    first_layer: int = 0  # all layers before it have an MLP
+    shared_size: int | None = None  # mlp_size of what every token goes through beside its experts; None: nothing
+    sigmoid: bool = False  # weights are sigmoids, and a bias of each expert has a say in the choice only; else softmax
+    groups: int = 1  # of experts next to each other
+    groups_per_token: int = 1  # those whose two best experts have the largest sum; only their experts are chosen
+    weight_scale: float = 1.0  # factor on the weights of a token's experts, after they are normalised
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that cannot be."""
-        for name in ("num_experts", "experts_per_token", "expert_size", "every"):
+        for name in ("num_experts", "experts_per_token", "expert_size", "every", "groups", "groups_per_token"):
             checks.integer(name, getattr(self, name))
-        if self.experts_per_token > self.num_experts:
+        checks.integer("first_layer", self.first_layer, 0)
+        if self.shared_size is not None:
+            checks.integer("shared_size", self.shared_size)
+        if not checks.number("weight_scale", self.weight_scale) > 0:
+            raise ValueError(f"weight_scale: expected a positive number, got {self.weight_scale}")
+        if self.sigmoid and self.bias:
+            raise ValueError("bias: expected False with sigmoid, whose router and experts have none, got True")
+        if self.num_experts % self.groups or (self.groups > 1 and self.num_experts < 2 * self.groups):
             raise ValueError(
-                f"experts_per_token: expected at most num_experts = {self.num_experts}, got {self.experts_per_token}"
+                f"groups: expected a divisor of num_experts = {self.num_experts} that leaves each at least 2, "
+                f"got {self.groups}"
             )
+        if self.groups_per_token > self.groups:
+            raise ValueError(f"groups_per_token: expected at most groups = {self.groups}, got {self.groups_per_token}")
+        most = self.num_experts // self.groups * self.groups_per_token
+        if self.experts_per_token > most:
+            of = "num_experts" if self.groups == 1 else f"the experts of {self.groups_per_token} groups"
+            raise ValueError(f"experts_per_token: expected at most {of} = {most}, got {self.experts_per_token}")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention, which keeps one latent vector per token in the place of K and V.
+
+    Raises ValueError for sizes that cannot be.
+
+    >>> from codec_jax.nnx import Latent
+    >>> Latent(size=512, nope_dim=128, rope_dim=64, value_dim=128).page_dim
+    576
+    """
+
+    size: int  # L, numbers of a latent
+    nope_dim: int  # of a head's queries and keys: those that have no position
+    rope_dim: int  # of a head's queries, and of the one key that all heads share: those that are rotated
+    value_dim: int  # of a head's values
+    query_size: int | None = None  # numbers of the latent that queries are made of; None: of the hidden state itself
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that cannot be."""
+        for name in ("size", "nope_dim", "rope_dim", "value_dim"):
+            checks.integer(name, getattr(self, name))
+        if self.query_size is not None:
+            checks.integer("query_size", self.query_size)
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim: expected an even number for rotary positions, got {self.rope_dim}")
+        if self.value_dim > self.query_dim:
+            raise ValueError(
+                f"value_dim: expected at most nope_dim + rope_dim = {self.query_dim}, got {self.value_dim}"
+            )
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query before up_key is applied to it."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def page_dim(self) -> int:
+        """Numbers of a token in the pages, and of a head's query that reads them."""
+        return self.size + self.rope_dim
 
 
 @dataclass(frozen=True)
@@ -83,7 +144,7 @@ class DecoderConfig:
     window_rope_theta: float | None = None  # of layers with a window, which are not scaled then; None: as the others
     softcap: float | None = None  # on scores: softcap tanh(score / softcap)
     logit_softcap: float | None = None
-    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim), with latents 1 / sqrt(query_dim)
     sinks: bool = False  # each q head has a logit that takes part in the softmax, and no value
     qk_norm_over: Literal["head", "projection"] = "head"  # each head by itself, or all of queries and all of keys
     norm_placement: Literal["before", "after", "both"] = "before"  # of attention and of the MLP
@@ -91,6 +152,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     activation: Activation = "silu"
     kv_dtype: DTypeLike | None = None  # of the KV cache; float8_e4m3fn takes one byte a number
+    latent: Latent | None = None  # of latent attention, with which num_kv_heads is 1 and head_dim its page_dim
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that cannot be."""
@@ -115,15 +177,36 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number for rotary positions, got {self.head_dim}")
+        if self.latent is not None:
+            self._check_latent(self.latent)
         if not self.windows or not all(window is None or isinstance(window, Window) for window in self.windows):
             raise ValueError(
                 f"windows: expected a tuple of Window, or None, for each layer or as a pattern, got {self.windows!r}"
             )
 
+    def _check_latent(self, latent: Latent) -> None:
+        """Raise ValueError for what latent attention does not go with."""
+        if (self.num_kv_heads, self.head_dim) != (1, latent.page_dim):
+            raise ValueError(
+                f"latent: expected num_kv_heads = 1 and head_dim = {latent.page_dim}, which its pages have, got "
+                f"{self.num_kv_heads} and {self.head_dim}"
+            )
+        given = [name for name in ("qk_norm", "qkv_bias", "out_bias", "sinks") if getattr(self, name)]
+        if given:
+            raise ValueError(f"latent: expected no {' and no '.join(given)} with latent attention; set them to False")
+        if self.cache_dtype.itemsize == 1:
+            raise ValueError(f"kv_dtype: expected no {self.cache_dtype} for latents; leave kv_dtype out")
+
     @property
     def cache_dtype(self) -> jnp.dtype:
         """The dtype of the KV cache."""
         return jnp.dtype(self.dtype if self.kv_dtype is None else self.kv_dtype)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token in the KV cache of all layers."""
+        arrays = 2 if self.latent is None else 1
+        return arrays * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
     @property
     def query_key_value_sizes(self) -> tuple[int, int, int]:
@@ -178,17 +261,20 @@ class DecoderConfig:
         True
         """
         mixture = self.mixture
-        is_dense = mixture is None or (layer + 1) % mixture.every or layer in mixture.dense_layers
-        return None if is_dense else mixture
+        if mixture is None or layer < mixture.first_layer or layer in mixture.dense_layers:
+            return None
+        return None if (layer + 1) % mixture.every else mixture
 
-    def new_cache(self, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
-        """Return empty KV pages for every layer.
+    def new_cache(self, num_pages: int, page_size: int) -> tuple[Pages, ...]:
+        """Return empty KV pages for every layer, or latent pages.
 
         Args:
           num_pages: pages of each layer.
           page_size: tokens in a page.
         """
-        return tuple(
-            KVPages.zeros(num_pages, page_size, self.num_kv_heads, self.head_dim, self.cache_dtype)
-            for _ in range(self.num_layers)
-        )
+        return tuple(self._new_pages(num_pages, page_size) for _ in range(self.num_layers))
+
+    def _new_pages(self, num_pages: int, page_size: int) -> Pages:
+        if self.latent is not None:
+            return LatentPages.zeros(num_pages, page_size, self.latent.page_dim, self.cache_dtype)
+        return KVPages.zeros(num_pages, page_size, self.num_kv_heads, self.head_dim, self.cache_dtype)

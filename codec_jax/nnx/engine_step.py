@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.arrays import HostOrDevice
-from codec_jax.forest import Forest, KVPages
+from codec_jax.forest import Forest, Pages
 from codec_jax.nnx.batch import Batch, Plans
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.loops import repeat
@@ -73,13 +73,13 @@ def run_step(
     model: Decoder,
     steps: int,
     implementation: str | None,
-    cache: tuple[KVPages, ...],
+    cache: tuple[Pages, ...],
     carried: Carried,
     drawing: Drawing,
     chunks: Chunks | None,
     *,
     parallel: Parallel = ALONE,
-) -> tuple[tuple[KVPages, ...], Carried, Outcome]:
+) -> tuple[tuple[Pages, ...], Carried, Outcome]:
     """Draw up to `steps` tokens for each request, one if there are chunks."""
     begins = drawing.first >= 0
     active = drawing.forest.leaf >= 0

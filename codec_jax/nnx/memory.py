@@ -56,5 +56,5 @@ def pages_that_fit(
         free = min((stats["bytes_limit"] - stats["bytes_in_use"] for stats in memory), default=None)
         gib = DEFAULT_KV_GIB if free is None else KV_SHARE * (free - weights_to_come / parallel.devices) / 2**30
     _, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-    page = 2 * config.num_layers * page_size * num_kv_heads * config.head_dim * config.cache_dtype.itemsize
+    page = page_size * config.kv_token_bytes * num_kv_heads // config.num_kv_heads
     return max(0, int(gib * 2**30 // page)) * parallel.context

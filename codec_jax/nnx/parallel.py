@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from codec_jax.attention.exchange import merge_heads
-from codec_jax.forest import KVPages
+from codec_jax.forest import Pages
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size, check_mesh
 
 
@@ -90,7 +90,7 @@ class Parallel:
             return logits
         return lax.all_gather(logits, self.axes, axis=logits.ndim - 1, tiled=True, to="invarying")
 
-    def local_slots(self, slots: Int[Array, "B T"], pages: KVPages) -> Int[Array, "B T"]:
+    def local_slots(self, slots: Int[Array, "B T"], pages: Pages) -> Int[Array, "B T"]:
         """Number token slots from the first page that lives here; those of other devices are out of bounds."""
         if self.context == 1:
             return slots

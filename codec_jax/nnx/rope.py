@@ -93,9 +93,9 @@ class YarnScaling:
         """Check the factors."""
         checks.integer("original_context", self.original_context)
         _check_positive(factor=self.factor, attention_factor=self.attention_factor)
-        if not 0 < self.beta_slow < self.beta_fast:
+        if not 0 < self.beta_slow <= self.beta_fast:
             raise ValueError(
-                f"beta_fast: expected more than beta_slow, and both positive, got {self.beta_fast} and {self.beta_slow}"
+                f"beta_fast: expected at least beta_slow, and both positive, got {self.beta_fast} and {self.beta_slow}"
             )
 
     def _scaled(self, frequency: Float[np.ndarray, " half"], theta: float) -> Float[np.ndarray, " half"]:

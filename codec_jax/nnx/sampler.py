@@ -31,7 +31,7 @@ from codec_jax import checks
 from codec_jax.arrays import Integers, bucket, padded
 from codec_jax.attention.backends import check_name
 from codec_jax.errors import LogitsError, OutOfPagesError
-from codec_jax.forest import Forest, KVPages, PagePool
+from codec_jax.forest import Forest, PagePool, Pages
 from codec_jax.forest.edits import spread
 from codec_jax.forest.radix_tree import shared_tokens
 from codec_jax.nnx import validate
@@ -420,7 +420,7 @@ class Sampler:
 
     def _prefill_forest(
         self, forest: Forest, prompts: Sequence[Int[np.ndarray, " tokens"]], progress: bool
-    ) -> tuple[tuple[KVPages, ...], Float[Array, "B V"]]:
+    ) -> tuple[tuple[Pages, ...], Float[Array, "B V"]]:
         """Compute K and V of every node once, in waves of chunks, and the logits after each prompt."""
         cache = new_pages(self.config, self._model.mesh, self.num_pages, self.page_size)
         logits = everywhere(self._model.mesh, jnp.zeros((self.max_requests, self.config.vocab_size), jnp.float32))
@@ -433,8 +433,8 @@ class Sampler:
         return cache, logits
 
     def _run(
-        self, wave: Wave, cache: tuple[KVPages, ...], logits: Float[Array, "B V"]
-    ) -> tuple[Plans, tuple[KVPages, ...], Float[Array, "B V"]]:
+        self, wave: Wave, cache: tuple[Pages, ...], logits: Float[Array, "B V"]
+    ) -> tuple[Plans, tuple[Pages, ...], Float[Array, "B V"]]:
         """Plan and run a wave."""
         plan = self._intervals.plan(wave.chunks, wave.tokens.shape[1], wave.block_capacity)
         cache, logits = self._prefill(

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from codec_jax.forest import KVPages
+from codec_jax.forest import KVPages, Pages
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
     def of(cls, config: DecoderConfig, parallel: Parallel, path: str, shape: tuple[int, ...]) -> Cut:
         """Look a parameter up by its dotted path."""
         name = re.sub(r"^blocks\.\d+\.", "", path)
-        if name not in _DIVIDED:
+        if name not in _DIVIDED or parallel.devices == 1:
             return cls(0, shape[:1], (1,), ALONE)
         axis, sizes_of = _DIVIDED[name]
         sizes, shared = sizes_of(config), max(parallel.tensor // config.num_kv_heads, 1)
@@ -152,6 +152,10 @@ def check_sizes(config: DecoderConfig, parallel: Parallel) -> None:
             f"mesh: expected one device for a KV cache of {config.cache_dtype}, got {devices}; leave kv_dtype out, or "
             "use several engines (`Replicas`)"
         )
+    if config.latent is not None and devices > 1:
+        raise ValueError(
+            f"mesh: expected one device for latent attention, got {devices}; use several engines (`Replicas`)"
+        )
     if config.qk_norm and config.qk_norm_over == "projection" and tensor > 1:
         raise ValueError(
             f"mesh: expected no axis {TENSOR!r} for norms over all heads of queries and of keys, got {tensor} devices; "
@@ -226,13 +230,13 @@ def program(
     return lambda weights, *arguments: jitted(weights, *_plans_sent(arguments, mesh))
 
 
-def new_pages(config: DecoderConfig, mesh: Mesh | None, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
+def new_pages(config: DecoderConfig, mesh: Mesh | None, num_pages: int, page_size: int) -> tuple[Pages, ...]:
     """Return empty KV pages for every layer; each device of a mesh makes its own."""
     return config.new_cache(num_pages, page_size) if mesh is None else _pages_on(config, mesh, num_pages, page_size)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "num_pages", "page_size"))
-def _pages_on(config: DecoderConfig, mesh: Mesh, num_pages: int, page_size: int) -> tuple[KVPages, ...]:
+def _pages_on(config: DecoderConfig, mesh: Mesh, num_pages: int, page_size: int) -> tuple[Pages, ...]:
     parallel = Parallel.of(mesh)
     heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     of_device = replace(config, num_q_heads=heads[0], num_kv_heads=heads[1])

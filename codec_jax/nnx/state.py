@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from codec_jax.forest import Forest, KVPages, PagePool
+from codec_jax.forest import Forest, PagePool, Pages
 from codec_jax.traffic import Traffic
 
 
@@ -21,7 +21,7 @@ class Decoding:
     sampler: object  # whose it is
     forest: Forest
     pool: PagePool
-    cache: tuple[KVPages, ...]
+    cache: tuple[Pages, ...]
     logits: Float[Array, "B V"]  # of each request's next token
     stream: Int[np.ndarray, " B"]  # numbers the random stream of each request
     next_stream: int

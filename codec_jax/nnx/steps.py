@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from codec_jax.forest import Forest, KVPages
+from codec_jax.forest import Forest, Pages
 from codec_jax.nnx.batch import Plans
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.loops import repeat
@@ -17,7 +17,7 @@ from codec_jax.nnx.sampling import RowOptions, draw
 def prefill_step(
     model: Decoder,
     implementation: str | None,
-    cache: tuple[KVPages, ...],
+    cache: tuple[Pages, ...],
     logits: Float[Array, "B V"],
     chunks: Forest,
     plan: Plans,
@@ -26,7 +26,7 @@ def prefill_step(
     source: Int[Array, " B"],
     *,
     parallel: Parallel = ALONE,
-) -> tuple[tuple[KVPages, ...], Float[Array, "B V"]]:
+) -> tuple[tuple[Pages, ...], Float[Array, "B V"]]:
     """Run chunks of given tokens; requests whose tokens end with chunk `source` (>= 0) get their logits."""
     hidden, cache = model.decode(
         tokens, cache, chunks, plan, store=store, implementation=implementation, parallel=parallel
@@ -38,7 +38,7 @@ def decode_loop(
     model: Decoder,
     steps: int,
     implementation: str | None,
-    cache: tuple[KVPages, ...],
+    cache: tuple[Pages, ...],
     logits: Float[Array, "B V"],
     forest: Forest,
     plan: Plans,

@@ -21,7 +21,9 @@ from codec_jax.nnx.decoder_config import DecoderConfig
 #: interleaved  of the last axis the numbers 0, 2, 4 ... first: gates, then what they let through
 #: mxfp4        two tensors: numbers of 4 bits and their scales, [experts, outputs, inputs]; to [..., inputs, outputs]
 #: mxfp4 interleaved  the same, and interleaved
-Layout = Literal["plain", "linear", "experts", "interleaved", "mxfp4", "mxfp4 interleaved"]
+#: first        of each head's outputs the first, as many as the parameter has: to [inputs, heads, outputs]
+#: last         the last
+Layout = Literal["plain", "linear", "experts", "interleaved", "mxfp4", "mxfp4 interleaved", "first", "last"]
 
 #: MXFP4: numbers that share a scale, and what the 16 codes mean. A byte has two of them, the low half first.
 _GROUP = 32
@@ -48,7 +50,22 @@ _TENSORS_OF_BLOCK = {
     "mlp.router.kernel": ("mlp.gate.weight",),
     "mlp.gate_up": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
     "mlp.down": ("mlp.experts.{}.down_proj.weight",),
+    "mlp.choice_bias": ("mlp.gate.e_score_correction_bias",),
+    "mlp.shared.gate_up.kernel": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "mlp.shared.down.kernel": ("mlp.shared_experts.down_proj.weight",),
 }
+#: With latent attention.
+_TENSORS_OF_LATENT = {
+    "attention.query_down.kernel": ("self_attn.q_a_proj.weight",),
+    "attention.query_norm.scale": ("self_attn.q_a_layernorm.weight",),
+    "attention.query.kernel": ("self_attn.q_b_proj.weight",),
+    "attention.down.kernel": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "attention.latent_norm.scale": ("self_attn.kv_a_layernorm.weight",),
+    "attention.up_key": ("self_attn.kv_b_proj.weight",),
+    "attention.up_value": ("self_attn.kv_b_proj.weight",),
+}
+#: With queries that have no latent of their own.
+_QUERY_OF_LATENT = {"attention.query.kernel": ("self_attn.q_proj.weight",)}
 #: In gpt-oss, the family whose experts have biases.
 _TENSORS_OF_BIASED_EXPERTS = {
     "mlp.router.kernel": ("mlp.router.weight",),
@@ -93,8 +110,14 @@ def parts_of(config: DecoderConfig, path: str, shape: tuple[int, ...], mxfp4: bo
     prefix = f"model.layers.{layer}."
     biased = config.mixture is not None and config.mixture.bias
     table = _TENSORS_OF_BLOCK | (_TENSORS_OF_BIASED_EXPERTS if biased else {})
+    latent = config.latent
+    if latent is not None:
+        table |= _TENSORS_OF_LATENT | (_QUERY_OF_LATENT if latent.query_size is None else {})
     norm = _NORMS_OF_BLOCK[config.norm_placement].get(rest.removesuffix(".scale"))
     names = tuple(prefix + name for name in ((f"{norm}_layernorm.weight",) if norm else table[rest]))
+    if latent is not None and rest in ("attention.up_key", "attention.up_value"):
+        outputs = config.num_q_heads * (latent.nope_dim + latent.value_dim)
+        return Parts("first" if rest == "attention.up_key" else "last", {names[0]: (outputs, latent.size)})
     if rest not in ("mlp.gate_up", "mlp.down", "mlp.gate_up_bias"):
         return _joined(config, path, shape, names)
     interleaved = rest.startswith("mlp.gate_up")
@@ -124,6 +147,10 @@ def arranged(
     if layout == "experts":
         experts, inputs, outputs = shape
         return jnp.swapaxes(joined.reshape(experts, outputs, inputs), 1, 2)
+    if layout in ("first", "last"):
+        inputs, heads, outputs = shape
+        of_heads = jnp.moveaxis(joined.reshape(heads, -1, inputs), 2, 0)
+        return of_heads[..., :outputs] if layout == "first" else of_heads[..., -outputs:]
     if layout.endswith("interleaved"):
         return jnp.concatenate([joined[..., ::2], joined[..., 1::2]], axis=-1)
     return joined
@@ -133,7 +160,7 @@ def _joined(config: DecoderConfig, path: str, shape: tuple[int, ...], names: tup
     """Return the tensors whose first axes make one axis of the parameter."""
     layout: Layout = "linear" if path.endswith(".kernel") else "plain"
     rows, rest = (shape[1], shape[:1]) if layout == "linear" else (shape[0], shape[1:])
-    joined = {"query_key_value": config.query_key_value_sizes, "gate_up": config.gate_up_sizes}
+    joined = {"query_key_value": config.query_key_value_sizes, "gate_up": (rows // 2,) * 2}
     sizes = joined.get(path.split(".")[-2], (rows,))
     return Parts(layout, {name: (size, *rest) for name, size in zip(names, sizes, strict=True)})
 

@@ -44,6 +44,7 @@ WITHOUT_EXAMPLE = {
     "LogitsError.of": "the sampler makes it, for weights that are not finite",
     "Generated.none": "Sampler.decode begins with it",
     "Attention.decode": "Decoder.decode calls it, with arguments of the same names",
+    "MultiHeadLatentAttention.decode": "Decoder.decode calls it, with arguments of the same names",
     "Following": "AsyncEngine.submit makes it",
     "AsyncEngine.check": "it says whether calls are taken, for a server's answer to that",
     "Following.abort": "leaving `async with` calls it, as in the example of AsyncEngine",

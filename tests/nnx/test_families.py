@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from small_checkpoints import SIZES, TOKENS, dense_logits, save_tokenizer
 
 from codec_jax import Window
-from codec_jax.nnx import Sampler, YarnScaling, open_checkpoint
+from codec_jax.nnx import Latent, Sampler, YarnScaling, open_checkpoint
 from codec_jax.nnx.checkpoint_config import read_config
 from codec_jax.nnx.rope import frequencies
 
@@ -25,6 +25,10 @@ YARN = {
 LINEAR = {"rope_theta": 1000.0, "rope_type": "linear", "factor": 4.0}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 3}
 PATTERN = ["sliding_attention", "full_attention"]
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+}  # fmt: skip
 
 #: Family of transformers and changes of the config -> what we make of them.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -68,6 +72,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"windows": (Window(13), None), "sinks": True, "out_bias": True},
     ),
+    "DeepSeek-V3": (
+        "DeepseekV3",
+        {
+            **LATENT, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}, "q_lora_rank": 20,
+            "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3,
+        },
+        {"latent": Latent(24, 12, 8, 10, 20), "head_dim": 32, "num_kv_heads": 1},
+    ),
+    "DeepSeek-V3, plain queries": (
+        "DeepseekV3",
+        {
+            **LATENT, "rope_parameters": ROPE, "q_lora_rank": None, "n_shared_experts": 1, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False, "rms_norm_eps": 1e-2,
+        },
+        {"latent": Latent(24, 12, 8, 10), "scale": 20**-0.5},
+    ),
 }  # fmt: skip
 
 
@@ -85,6 +105,9 @@ def theirs_of(family: str, changes: dict[str, Any]) -> Any:
                 weight.mul_(2.0)
             if name.endswith("mlp.gate.weight"):
                 weight.mul_(0.3)  # or nearly all of the share would be one expert's
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     return model
 
 
@@ -184,6 +207,14 @@ OLDER: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0, "truncate": False,
         },
     },
+    "deepseek_v3": {
+        "rope_theta": 10000, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_routed_experts": 64,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
 }  # fmt: skip
 
 
@@ -193,7 +224,7 @@ def test_keys_and_defaults_are_those_of_transformers(family: str, bare: bool) ->
     transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "max_position_embeddings": 65536,
+        "num_key_value_heads": 8 if family == "deepseek_v3" else 4, "max_position_embeddings": 65536,
     }  # fmt: skip
     older = {**sizes, **({} if bare else OLDER[family])}
     newer = transformers.CONFIG_MAPPING[family](**older).to_dict()
@@ -238,17 +269,42 @@ def test_keys_and_defaults_are_those_of_transformers(family: str, bare: bool) ->
         ("gpt_oss", {"swiglu_limit": 6.0}, "expected swiglu_limit = 7.0, which is what the decoder computes, got 6.0"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "expected quantization_config = null, .*fp8"),
         ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, "expected quantization_config = null, .*"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "expected num_key_value_heads = 4, which is what .*, got 2"),
+        ("deepseek_v3", {"head_dim": 16}, "expected head_dim = 64, which is what the decoder computes, got 16"),
+        ("deepseek_v3", {"rope_interleave": False}, "expected rope_interleave = true, which .*, got false"),
+        ("deepseek_v3", {"topk_method": "greedy"}, 'expected topk_method = "noaux_tc", which .*, got "greedy"'),
+        ("deepseek_v3", {"qk_rope_head_dim": 7, "head_dim": 7}, "rope_dim: expected an even number .*, got 7"),
+        ("deepseek_v3", {"v_head_dim": 512}, "value_dim: expected at most nope_dim .* = 192, got 512"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "expected a whole number from 1 .* as q_lora_rank, got 0"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "expected a whole number from 0 .* as first_k_dense_replace"),
+        ("deepseek_v3", {"n_shared_experts": None}, "expected a whole number from 1 .* as n_shared_experts, got null"),
+        ("deepseek_v3", {"n_group": 3}, "groups: expected a divisor of num_experts = 256 that .*, got 3"),
+        ("deepseek_v3", {"topk_group": 9}, "groups_per_token: expected at most groups = 8, got 9"),
+        ("deepseek_v3", {"num_experts_per_tok": 200}, "experts_per_token: expected at most .* 4 groups = 128, got 200"),
+        (
+            "deepseek_v3", {"rope_scaling": {**YARN, "mscale_all_dim": 1.0}},
+            "expected mscale_all_dim = null, which .*, got 1.0",
+        ),
+        (
+            "deepseek_v3", {"rope_scaling": {**LINEAR, "mscale_all_dim": 1.0}},
+            "expected mscale_all_dim = null, which .*, got 1.0",
+        ),
+        (
+            "deepseek_v3", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            "expected quantization_config = null, which .*64, 64",
+        ),
     ],
 )  # fmt: skip
 def test_what_the_decoder_does_not_compute_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
     problems: list[str] = []
-    read_config({**SIZES, "model_type": family, **changes}, problems)
+    heads = {"num_key_value_heads": 4, "head_dim": 64} if family == "deepseek_v3" else {}
+    read_config({**SIZES, **heads, "model_type": family, **changes}, problems)
     assert len(problems) == 1, problems
     assert re.match(f"config.json: {message}", problems[0]), problems[0]
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize(("fast", "slow"), [(32.0, 1.0), (4.0, 2.0), (40.0, 0.01), (500.0, 200.0)])
+@pytest.mark.parametrize(("fast", "slow"), [(32.0, 1.0), (4.0, 2.0), (40.0, 0.01), (500.0, 200.0), (1.0, 1.0)])
 def test_frequencies_of_yarn_are_those_of_transformers(truncate: bool, fast: float, slow: float) -> None:
     transformers = pytest.importorskip("transformers")
     rope = {**YARN, "beta_fast": fast, "beta_slow": slow, "truncate": truncate, "original_max_position_embeddings": 640}

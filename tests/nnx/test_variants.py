@@ -203,7 +203,7 @@ def test_variants_that_cannot_be_are_refused(changes: dict[str, Any], message: s
         (lambda: Mixture(4, 2, 0), r"^expert_size: expected an integer of at least 1, got 0"),
         (lambda: LinearScaling(0.0), r"^factor: expected a positive number, got 0.0"),
         (lambda: YarnScaling(2.0, 40, -1.0), r"^attention_factor: expected a positive number, got -1.0"),
-        (lambda: YarnScaling(2.0, 40, 1.0, 1.0, 1.0), r"^beta_fast: expected more than beta_slow, .* got 1.0 and 1.0"),
+        (lambda: YarnScaling(2.0, 40, 1.0, 1.0, 2.0), r"^beta_fast: expected at least beta_slow, .* got 1.0 and 2.0"),
     ],
 )
 def test_mixtures_and_scalings_that_cannot_be_are_refused(make: Any, message: str) -> None:

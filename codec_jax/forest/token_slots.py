@@ -1,0 +1,54 @@
+"""Token slots, page * page_size + offset: where tokens are in arrays of pages, read and written there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from codec_jax.arrays import HostOrDevice, to_int32
+
+#: A token slot that is out of every pool's bounds: what is written to it is dropped.
+NO_SLOT = np.iinfo(np.int32).max
+
+
+def in_bounds(name: str, slots: HostOrDevice) -> Int[Array, "B T"]:
+    """Return token slots as int32; negative ones, from where an index would count from the end, as NO_SLOT."""
+    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise ValueError(f"{name}: expected token slots, integers, got {slots.dtype} of shape {slots.shape}")
+    slots = jnp.asarray(to_int32(slots, minimum=-1))
+    return jnp.where(slots < 0, NO_SLOT, slots)
+
+
+def stored(
+    name: str, pages: Float[Array, "num_pages page_size K H"], slots: Int[Array, "B T"], rows: Float[Array, "B T K H"]
+) -> Float[Array, "num_pages page_size K H"]:
+    """Return pages with a row in each slot that is in bounds. Raises ValueError unless there is a row for each."""
+    expected = (*slots.shape, *pages.shape[2:])
+    if rows.shape != expected:
+        raise ValueError(f"{name}: expected shape {expected}, a row for each slot, got {rows.shape}")
+    return _tokens(pages).at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
+
+
+def both_in_bounds(source: HostOrDevice, target: HostOrDevice) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Return the slots to copy from and to as `in_bounds` does. Raises ValueError for slots of different shapes."""
+    source, target = in_bounds("source", source), in_bounds("target", target)
+    if source.shape != target.shape:
+        raise ValueError(f"target: expected shape {source.shape}, that of source, got {target.shape}")
+    return source, target
+
+
+def copied(
+    pages: Float[Array, "num_pages page_size K H"], source: Int[Array, "B T"], target: Int[Array, "B T"]
+) -> Float[Array, "num_pages page_size K H"]:
+    """Return pages in which tokens were copied where both slots are in bounds, all read before any was written."""
+    tokens = _tokens(pages)
+    rows = tokens.at[source].get(mode="fill", fill_value=0)
+    to = jnp.where(source < tokens.shape[0], target, NO_SLOT)
+    return tokens.at[to].set(rows, mode="drop").reshape(pages.shape)
+
+
+def _tokens(pages: Float[Array, "num_pages page_size K H"]) -> Float[Array, "slots K H"]:
+    return pages.reshape(-1, *pages.shape[2:])
