@@ -232,7 +232,10 @@ WRONG = {
     "a cap below 0": ({"softcap": -1.0}, r"^softcap: expected a positive number or None, got -1\.0"),
     "sinks of other heads": ({"sinks": np.zeros(3, np.float32)}, r"^sinks: expected shape \[nheads = 4\], got \(3,\)"),
     "a scale that is not finite": ({"softmax_scale": np.inf}, r"^softmax_scale: expected a finite number, got inf"),
-    "an unknown implementation": ({"implementation": "cuda"}, r"^implementation: expected 'mosaic', 'xla'.* or None"),
+    "an unknown implementation": (
+        {"implementation": "cuda"},
+        r"^implementation: expected 'mosaic', 'ampere', 'xla'.* or None",
+    ),
 }  # fmt: skip
 
 
