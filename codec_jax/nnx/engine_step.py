@@ -138,8 +138,14 @@ def _score(
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
     def scores() -> Float[Array, "C T"]:
-        # Not by a loop, which would keep the branch out of CUDA graphs, so that the host would wait for the device.
-        return jnp.stack([score(row) for row in zip(hidden, following, strict=True)])
+        # Not by a loop, which would keep the branch out of CUDA graphs, so that the host would wait for the device. The
+        # next chunk comes to the front, so that all have the same kernels, compiled once.
+        rows, found = (hidden, following), []
+        for _ in range(len(following)):
+            rows = lax.optimization_barrier(rows)
+            found.append(score(jax.tree.map(lambda x: x[0], rows)))
+            rows = jax.tree.map(lambda x: jnp.roll(x, -1, axis=0), rows)
+        return jnp.stack(found)
 
     nothing = jnp.zeros(following.shape, jnp.float32)
     return lax.cond((following >= 0).any(), scores, lambda: nothing)

@@ -234,11 +234,16 @@ def _most_likely(logits: Float[Array, "B V"], asked: Int[Array, " B"]) -> Int[Ar
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
 
     def one_by_one(logits: Array) -> Array:
+        places = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        value, place = jnp.full_like(logits[:, :1], jnp.inf), jnp.full_like(places[:, :1], -1)
         found = []
         for _ in range(count):
-            found.append(_best(logits))
-            logits = jnp.where(jnp.arange(logits.shape[1])[None] == found[-1][:, None], -jnp.inf, logits)
-        return jnp.stack(found, axis=1)
+            # The barrier keeps turns apart, so that all have the same kernels, compiled once.
+            value, place = lax.optimization_barrier((value, place))
+            follows = (logits < value) | ((logits == value) & (places > place))
+            value, place = _first(jnp.where(follows, logits, -jnp.inf), places)
+            found.append(place)
+        return jnp.concatenate(found, axis=1)
 
     def at_once(logits: Array) -> Array:
         return lax.top_k(logits, count)[1]
@@ -247,3 +252,15 @@ def _most_likely(logits: Float[Array, "B V"], asked: Int[Array, " B"]) -> Int[Ar
     tokens = lax.platform_dependent(logits, cuda=one_by_one, default=at_once)
     tokens = jnp.pad(tokens, ((0, 0), (0, MAX_TOP_LOGPROBS - tokens.shape[1])), constant_values=NO_TOKEN)
     return jnp.where(jnp.arange(MAX_TOP_LOGPROBS, dtype=jnp.int32)[None] < asked[:, None], tokens, NO_TOKEN)
+
+
+def _first(logits: Float[Array, "B V"], places: Int[Array, "B V"]) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
+    """Return the greatest logit of each row, and the first place that has it."""
+
+    def better(some: tuple, others: tuple) -> tuple:
+        chosen = (some[0] > others[0]) | ((some[0] == others[0]) & (some[1] < others[1]))
+        return tuple(jnp.where(chosen, a, b) for a, b in zip(some, others, strict=True))
+
+    nothing = np.float32(-np.inf), np.int32(np.iinfo(np.int32).max)
+    value, place = lax.reduce((logits, places), nothing, better, (1,))
+    return value[:, None], place[:, None]

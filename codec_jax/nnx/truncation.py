@@ -5,7 +5,7 @@ probability. Two bits of it are found in a pass over the vocabulary. XLA cannot 
 the host would have to wait for the device in every step that holds one.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,22 +63,26 @@ def _greatest_bound(
 ) -> UInt32[Array, "B 1"]:
     """Return the greatest number such that keys that are not below it have the wanted weight; 0 where all have less."""
 
-    def find(i: Any, bound: UInt32[Array, "B 1"], keys: Array, weights: Array, wanted: Array) -> UInt32[Array, "B 1"]:
-        shift = lax.convert_element_type(rounds - 1 - i, jnp.uint32) * 2
-        tried = (bound | (jnp.uint32(digit) << shift) for digit in (1, 2, 3))
-        # XLA takes the three sums in one pass. They fall, so that the number of those that reach is the digit.
-        reached = sum((_sum(weights, keys >= each) >= wanted).astype(jnp.uint32) for each in tried)
-        return bound | (reached << shift)
+    def find(state: tuple, keys: Array, weights: Array, wanted: Array) -> tuple[Array, Array]:
+        bound, unit = state
+        # Three sums in one pass. They fall, so that the number of those that reach is the digit.
+        tried = (bound | (jnp.uint32(digit) * unit) for digit in (1, 2, 3))
+        sums = _row_sums(tuple(jnp.where(keys >= each, weights, 0.0) for each in tried))
+        reached = sum((each >= wanted).astype(jnp.uint32) for each in sums)
+        return bound | (reached * unit), unit >> 2
 
-    def unrolled(*arrays: Array) -> UInt32[Array, "B 1"]:
-        bound = jnp.zeros(wanted.shape, jnp.uint32)
-        for i in range(rounds):
-            bound = find(i, bound, *arrays)
-        return bound
+    def start(wanted: Array) -> tuple[Array, Array]:
+        return jnp.zeros_like(wanted, jnp.uint32), jnp.full_like(wanted, 4 ** (rounds - 1), jnp.uint32)
 
-    def looped(*arrays: Array) -> UInt32[Array, "B 1"]:
-        start = jnp.zeros_like(arrays[2], jnp.uint32)
-        return lax.fori_loop(0, rounds, lambda i, bound: find(i, bound, *arrays), start)
+    def unrolled(keys: Array, weights: Array, wanted: Array) -> UInt32[Array, "B 1"]:
+        state, keys, wanted = lax.optimization_barrier((start(wanted), keys, wanted))
+        for _ in range(rounds):
+            # Barriers, and the unit of the digit in an array: all rounds have the same kernels, compiled once.
+            state = lax.optimization_barrier(find(state, keys, weights, wanted))
+        return state[0]
+
+    def looped(keys: Array, weights: Array, wanted: Array) -> UInt32[Array, "B 1"]:
+        return lax.fori_loop(0, rounds, lambda _, state: find(state, keys, weights, wanted), start(wanted))[0]
 
     rounds = -(-bits // 2)
     # A loop inside of a branch keeps that out of CUDA graphs; elsewhere it saves seconds of compilation.
@@ -87,3 +91,12 @@ def _greatest_bound(
 
 def _sum(weights: Float[Array, "B V"], chosen: Bool[Array, "B V"]) -> Float[Array, "B 1"]:
     return jnp.where(chosen, weights, 0.0).sum(axis=-1, keepdims=True)
+
+
+def _row_sums(terms: tuple[Float[Array, "B V"], ...]) -> list[Float[Array, "B 1"]]:
+    """Return the sums of several arrays by one reduction: XLA needs as many kernels for it as for one array."""
+
+    def add(some: tuple, others: tuple) -> tuple:
+        return tuple(a + b for a, b in zip(some, others, strict=True))
+
+    return [each[:, None] for each in lax.reduce(terms, (np.float32(0.0),) * len(terms), add, (1,))]
