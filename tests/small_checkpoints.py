@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from codec_jax.nnx import Decoder
+from codec_jax.nnx import Checkpoint, Decoder, PlacedDecoder
 
 VOCAB, HEAD_DIM, CONTEXT = 48, 16, 160
 SIZES = {
@@ -145,6 +148,17 @@ def exact_frequencies(config: dict[str, Any]) -> list[float]:
                 frequency = (1 - smooth) * frequency / rope["factor"] + smooth * frequency
         frequencies.append(frequency)
     return frequencies
+
+
+def assert_read_to_its_devices(checkpoint: Checkpoint, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> None:
+    """Each device has of every parameter what it gets when the whole one is divided."""
+    read, whole = checkpoint.load(dtype, mesh=mesh), PlacedDecoder.of(checkpoint.load(dtype), mesh)
+    pairs = zip(nnx.to_flat_state(read.weights), nnx.to_flat_state(whole.weights), strict=True)
+    for (path, parameter), (_, same) in pairs:
+        got, want = parameter[...], same[...]
+        assert (got.sharding, got.dtype) == (want.sharding, want.dtype), path
+        for shard, other in zip(got.addressable_shards, want.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.float32(shard.data), np.float32(other.data), err_msg=str(path))
 
 
 def dense_logits(model: Decoder, tokens: np.ndarray) -> np.ndarray:

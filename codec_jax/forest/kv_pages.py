@@ -28,7 +28,7 @@ class Quantisation(NamedTuple):
 
     key_scale: Float[Array, " K"]  # float32
     value_scale: Float[Array, " K"]
-    saturated: Int[Array, ""]  # numbers that were too large for their scale when they were written
+    saturated: Int[Array, " devices"]  # on each, numbers that were too large for their scale when they were written
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class Quantisation(NamedTuple):
             if not ((given > 0) & (given < np.inf)).all():
                 raise ValueError(f"{name}: expected positive finite numbers, got {given.tolist()}")
             scales.append(jnp.asarray(np.broadcast_to(given, num_kv_heads)))
-        return cls(scales[0], scales[1], jnp.int32(0))
+        return cls(scales[0], scales[1], jnp.zeros(1, jnp.int32))
 
 
 @jax.tree_util.register_dataclass

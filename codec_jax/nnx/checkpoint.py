@@ -12,15 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -32,13 +29,14 @@ from codec_jax import checks
 from codec_jax.nnx.chat import ChatTemplate, read_chat_template
 from codec_jax.nnx.checkpoint_config import has_fp8, is_mxfp4, read_config, read_max_context, read_stop_tokens
 from codec_jax.nnx.checkpoint_latent import read_further_layers
+from codec_jax.nnx.checkpoint_tensors import Source, TensorFiles
 from codec_jax.nnx.checkpoint_values import shown
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
-from codec_jax.nnx.fp8 import FP8, SCALES, Fp8, StoredTensors, shape_of_scales
+from codec_jax.nnx.fp8 import FP8, SCALES, shape_of_scales
 from codec_jax.nnx.parallel import Parallel
-from codec_jax.nnx.shards import Cut, PlacedDecoder, assembled, check_sizes
-from codec_jax.nnx.tensors import UNNEEDED, Layout, arranged, parts_of
+from codec_jax.nnx.shards import Cut, PlacedDecoder, check_sizes
+from codec_jax.nnx.tensors import UNNEEDED, parts_of
 from codec_jax.nnx.weights import filled, parameter_shapes
 
 
@@ -48,19 +46,6 @@ class _Tensor(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-class Source(NamedTuple):
-    """What a parameter is made of."""
-
-    layout: Layout
-    tensors: tuple[tuple[Path, str], ...]  # file and name of each
-    scales: Mapping[str, Path]  # by the names of the tensors in float8, the files of their scales
-
-    @property
-    def files(self) -> set[Path]:
-        """All that are read."""
-        return {file for file, _ in self.tensors} | set(self.scales.values())
 
 
 @dataclass(frozen=True)
@@ -120,22 +105,11 @@ class Checkpoint:
         config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype)
         parallel = Parallel.of(mesh)
         check_sizes(config, parallel)
-        with ExitStack() as stack:
-            files = {file for source in self.sources.values() for file in source.files}
-            opened = {file: stack.enter_context(safe_open(file, framework="numpy")) for file in files}
-            stored = StoredTensors()
+        with TensorFiles(self.sources.values(), mesh) as files:
 
             def weight(path: str, parameter: jax.ShapeDtypeStruct) -> Array:
-                cut, source = Cut.of(config, parallel, path, parameter.shape), self.sources[path]
-                tensors: list[Array | np.ndarray | Fp8] = []
-                for part, (file, name) in enumerate(source.tensors):
-                    if name in source.scales:
-                        scale = opened[source.scales[name]].get_tensor(name + SCALES)
-                        tensors.append(Fp8(stored.read(file, name), scale))
-                        continue
-                    is_linear = source.layout == "linear"
-                    tensors.append(_read(opened[file].get_slice(name), cut, part, is_linear, mesh))
-                return _place(tensors, source.layout, parameter.shape, parameter.dtype, cut, mesh)
+                cut = Cut.of(config, parallel, path, parameter.shape)
+                return files.parameter(self.sources[path], parameter.shape, parameter.dtype, cut)
 
             graph, weights = filled(config, weight, progress=progress)
         if mesh is None:
@@ -340,32 +314,3 @@ def _match(
         )
         for path, (layout, shapes) in parts.items()
     }
-
-
-def _read(tensor: Any, cut: Cut, part: int, transpose: bool, mesh: Mesh | None) -> Array | np.ndarray:
-    """Read what devices keep of a tensor that is a part of a parameter, to these devices."""
-    if cut.parallel.devices == 1:
-        return assembled(mesh, cut, 0, tuple(tensor.get_shape()), lambda _: tensor[:])
-    axis, width = 1 - cut.axis if transpose else cut.axis, cut.widths[part]
-    shape = list(tensor.get_shape())
-    shape[axis] = width * cut.parallel.devices
-
-    def block(device: int) -> np.ndarray:
-        start = cut.starts(device)[part]
-        return tensor[(slice(None),) * axis + (slice(start, start + width),)]
-
-    return assembled(mesh, cut, axis, tuple(shape), block)
-
-
-@partial(jax.jit, static_argnames=("layout", "shape", "dtype", "cut", "mesh"))
-def _place(
-    tensors: list[Array | Fp8], layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, cut: Cut, mesh: Mesh | None
-) -> Array:
-    def place(tensors: list[Array | Fp8]) -> Array:
-        decoded = [tensor.decoded() if isinstance(tensor, Fp8) else tensor for tensor in tensors]
-        return arranged(layout, decoded, shape, dtype)
-
-    if mesh is None:
-        return place(tensors)
-    spec = cut.spec(1 - cut.axis if layout == "linear" else cut.axis)
-    return jax.shard_map(place, mesh=mesh, in_specs=spec, out_specs=cut.spec(cut.axis))(tensors)

@@ -64,7 +64,7 @@ class Block(nnx.Module):
         return self._map(x + self._after("attention", parallel.reduce(attended)), parallel), pages
 
     def _map(self, x: Array, parallel: Parallel) -> Array:
-        return x + self._after("mlp", parallel.reduce(self.mlp(self._before("mlp", x))))
+        return x + self._after("mlp", self.mlp(self._before("mlp", x), parallel))
 
     def _before(self, part: str, x: Array) -> Array:
         return x if self.placement == "after" else getattr(self, f"{part}_norm")(x)

@@ -215,6 +215,11 @@ class DecoderConfig:
         return self.num_q_heads * self.head_dim, kv, kv
 
     @property
+    def value_dim(self) -> int:
+        """Numbers of a head in the product after attention."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def gate_up_sizes(self) -> tuple[int, int]:
         """Columns of the MLP's gate and up projection, in this order, in the product that computes both."""
         return self.mlp_size, self.mlp_size

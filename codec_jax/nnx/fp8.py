@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from codec_jax.arrays import HostOrDevice
@@ -26,9 +27,11 @@ class Fp8(NamedTuple):
 
     def decoded(self) -> Float[Array, "outputs inputs"]:
         """Return the numbers that are meant, float32."""
-        rows, columns = self.stored.shape
-        scale = jnp.asarray(self.scale, jnp.float32).repeat(_BLOCK, axis=0)[:rows]
-        return jnp.asarray(self.stored, jnp.float32) * scale.repeat(_BLOCK, axis=1)[:, :columns]
+        scale = jnp.asarray(self.scale, jnp.float32)
+        for axis, size in enumerate(self.stored.shape):
+            if scale.shape[axis] != size:  # or it is spread already
+                scale = lax.slice_in_dim(scale.repeat(_BLOCK, axis), 0, size, axis=axis)
+        return jnp.asarray(self.stored, jnp.float32) * scale
 
 
 def is_fp8(quantisation: Any) -> bool:
@@ -39,6 +42,11 @@ def is_fp8(quantisation: Any) -> bool:
         and quantisation.get("fmt", "e4m3") == "e4m3"
         and quantisation.get("weight_block_size") == [_BLOCK, _BLOCK]
     )
+
+
+def spread(scale: Float[np.ndarray, "rows columns"], axis: int, size: int) -> Float[np.ndarray, "rows columns"]:
+    """Return scales along an axis as one for each of so many numbers instead of one for each block."""
+    return np.take(scale, np.arange(size) // _BLOCK, axis)
 
 
 def shape_of_scales(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -97,13 +97,16 @@ class MultiHeadLatentAttention(nnx.Module):
           pages: latents of this layer.
           attend: called with queries of the latents [B, T, N, L + rope], float32, the pages, and how the layer scores,
             and returns [B, T, N, L + rope], of which the first L numbers are taken; a call of `forest_attention`.
-          parallel: one device; several are refused where weights are placed.
+          parallel: the devices among which heads and pages are divided; one by default.
 
-        Returns [B, T, D], and the pages.
+        Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.
         """
         query_nope, query_rope, rows = self._project(x, positions)
         pages = pages.write(slots, rows)
-        attended = attend(absorbed(query_nope, query_rope, self.up_key[...]), pages, self._scoring())
+        query = absorbed(query_nope, query_rope, self.up_key[...])
+        num_q_heads, _ = parallel.heads(self.config.num_q_heads, 1)
+        columns = parallel.gather(query.reshape(*x.shape[:2], -1), [num_q_heads * self.latent.page_dim])
+        attended = attend(columns.reshape(*x.shape[:2], num_q_heads, -1), pages, self._scoring())
         return self._merge(expanded(attended, self.up_value[...]).astype(x.dtype)), pages
 
     def _scoring(self) -> Scoring:
@@ -116,7 +119,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """Return both parts of the queries, and the rows of the pages, [B, T, 1, L + rope]."""
         config, latent = self.config, self.latent
         source = x if latent.query_size is None else self.query_norm(self.query_down(x))
-        query = self.query(source).reshape(*x.shape[:2], config.num_q_heads, latent.query_dim)
+        query = self.query(source).reshape(*x.shape[:2], -1, latent.query_dim)
         query_nope, query_rope = jnp.split(query, [latent.nope_dim], axis=-1)
         rows, key_rope = jnp.split(self.down(x)[:, :, None], [latent.size], axis=-1)
         query_rope, key_rope = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from codec_jax.nnx.decoder_config import Activation, DecoderConfig, Mixture
+from codec_jax.nnx.parallel import ALONE, Parallel
 
 #: Of gpt-oss: the sigmoid's slope, and the bound of gate and up.
 _SLOPE, _LIMIT = 1.702, 7.0
@@ -32,9 +35,9 @@ class MLP(nnx.Module):
         self.gate_up = linear(config, config.hidden_size, 2 * size, rngs)
         self.down = linear(config, size, config.hidden_size, rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Map each token by itself."""
-        return self.down(_gated(self.activation, self.gate_up(x)))
+    def __call__(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"]:
+        """Map each token by itself; inside of `jax.shard_map`, by the devices among which the columns are divided."""
+        return parallel.reduce(self.down(_gated(self.activation, self.gate_up(x))))
 
 
 class Experts(nnx.Module):
@@ -57,24 +60,24 @@ class Experts(nnx.Module):
         if mixture.shared_size is not None:
             self.shared = MLP(config, rngs, mixture.shared_size)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Map each token by itself."""
-        routed = self._map_all(x)
-        return routed if self.mixture.shared_size is None else routed + self.shared(x)
+    def __call__(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"]:
+        """Map each token by itself; inside of `jax.shard_map`, by the devices among which the experts are divided."""
+        mapped = self._map_all(x, parallel)
+        return parallel.reduce(mapped if self.mixture.shared_size is None else mapped + self.shared(x))
 
-    def _map_all(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        rows = x.reshape(-1, x.shape[-1])
+    def _map_all(self, x: Float[Array, "B T D"], parallel: Parallel) -> Float[Array, "B T D"]:
+        rows, run = x.reshape(-1, x.shape[-1]), partial(self._map, parallel)
         if len(rows) <= _TOKENS:
-            return self._map(rows).reshape(x.shape)
+            return run(rows).reshape(x.shape)
         parts = jnp.pad(rows, ((0, -len(rows) % _TOKENS), (0, 0))).reshape(-1, _TOKENS, rows.shape[1])
-        return lax.map(self._map, parts).reshape(-1, rows.shape[1])[: len(rows)].reshape(x.shape)
+        return lax.map(run, parts).reshape(-1, rows.shape[1])[: len(rows)].reshape(x.shape)
 
-    def _map(self, rows: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
+    def _map(self, parallel: Parallel, rows: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
         weight, expert = self._choose(rows)
         # Every expert maps every token, and of those that are not chosen nothing is taken. JAX's ragged product does as
         # much for each chosen expert of a token, where a device has no kernel for it.
         nothing = jnp.zeros((len(rows), self.mixture.num_experts), jnp.float32)
-        share = nothing.at[jnp.arange(len(rows))[:, None], expert].set(weight).T
+        share = parallel.own(nothing.at[jnp.arange(len(rows))[:, None], expert].set(weight).T)
         hidden = self._product("td,edf->etf", rows, self.gate_up, self.gate_up_bias if self.mixture.bias else None)
         hidden = jnp.where(share[..., None] > 0, _gated(self.activation, hidden), 0)
         out = self._product("etf,efd->etd", hidden, self.down, self.down_bias if self.mixture.bias else None)

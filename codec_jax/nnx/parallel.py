@@ -8,6 +8,9 @@ divided among all S. Attention is divided among T groups by heads, and among the
                       group t                        pages
                       has
 
+Of latent attention every device computes the latents, and of the queries columns b. Of a mixture every device has some
+of the experts, and the shares of all tokens.
+
 Everything here runs inside of `jax.shard_map`, under its checks. What is the same on all devices stays so: `reduce`,
 `embed` and `join` end with it. On one device every method returns what it is given, and the program has nothing of it.
 """
@@ -72,6 +75,13 @@ class Parallel:
     def once(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Return what the first device adds to a sum of all, and zeros on the others."""
         return jnp.where(lax.axis_index(self.axes) == 0, x, jnp.zeros_like(x)) if self.axes else x
+
+    def own(self, rows: Float[Array, "all ..."]) -> Float[Array, "own ..."]:
+        """Return this device's of as many runs of what all have as there are devices."""
+        if not self.axes:
+            return rows
+        count = len(rows) // self.devices
+        return lax.dynamic_slice_in_dim(rows, lax.axis_index(self.axes) * count, count)
 
     def embed(
         self, lookup: Callable[[Array], Array], tokens: Int[Array, "B T"], vocab_size: int

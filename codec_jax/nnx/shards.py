@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from codec_jax.forest import KVPages, Pages
+from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
@@ -31,14 +31,23 @@ from codec_jax.planning import Plan
 
 #: Parameter -> the axis along which it is divided, and the sizes of its parts along this axis: a device has a block of
 #: each. All other parameters are on every device.
-_DIVIDED: dict[str, tuple[int, Callable[[DecoderConfig], tuple[int, ...]]]] = {
+_DIVIDED: dict[str, tuple[int, Callable[[Any], tuple[int, ...]]]] = {
     "embedding.embedding": (0, lambda config: (config.vocab_size,)),
     "attention.query_key_value.kernel": (1, lambda config: config.query_key_value_sizes),
     "attention.query_key_value.bias": (0, lambda config: config.query_key_value_sizes),
     "attention.sinks": (0, lambda config: (config.num_q_heads,)),
-    "attention.out.kernel": (0, lambda config: config.query_key_value_sizes[:1]),
+    "attention.query.kernel": (1, lambda config: (config.num_q_heads * config.latent.query_dim,)),
+    "attention.up_key": (1, lambda config: (config.num_q_heads,)),
+    "attention.up_value": (1, lambda config: (config.num_q_heads,)),
+    "attention.out.kernel": (0, lambda config: (config.num_q_heads * config.value_dim,)),
     "mlp.gate_up.kernel": (1, lambda config: config.gate_up_sizes),
     "mlp.down.kernel": (0, lambda config: (config.mlp_size,)),
+    **{
+        f"mlp.{name}": (0, lambda config: (config.mixture.num_experts,))
+        for name in ("gate_up", "gate_up_bias", "down", "down_bias")
+    },
+    "mlp.shared.gate_up.kernel": (1, lambda config: (config.mixture.shared_size,) * 2),
+    "mlp.shared.down.kernel": (0, lambda config: (config.mixture.shared_size,)),
     "head.kernel": (1, lambda config: (config.vocab_size,)),
 }
 
@@ -143,19 +152,6 @@ class PlacedDecoder:
 def check_sizes(config: DecoderConfig, parallel: Parallel) -> None:
     """Raise ValueError unless so many devices divide a decoder."""
     tensor, context, devices = parallel.tensor, parallel.context, parallel.devices
-    if config.mixture is not None and devices > 1:
-        raise ValueError(
-            f"mesh: expected one device for a mixture of experts, got {devices}; use several engines (`Replicas`)"
-        )
-    if config.cache_dtype.itemsize == 1 and devices > 1:
-        raise ValueError(
-            f"mesh: expected one device for a KV cache of {config.cache_dtype}, got {devices}; leave kv_dtype out, or "
-            "use several engines (`Replicas`)"
-        )
-    if config.latent is not None and devices > 1:
-        raise ValueError(
-            f"mesh: expected one device for latent attention, got {devices}; use several engines (`Replicas`)"
-        )
     if config.qk_norm and config.qk_norm_over == "projection" and tensor > 1:
         raise ValueError(
             f"mesh: expected no axis {TENSOR!r} for norms over all heads of queries and of keys, got {tensor} devices; "
@@ -166,13 +162,15 @@ def check_sizes(config: DecoderConfig, parallel: Parallel) -> None:
             f"mesh: expected an axis {TENSOR!r} that divides the {config.num_kv_heads} kv heads, or a multiple of "
             f"them, got {tensor} devices; use an axis {CONTEXT!r} for the others"
         )
-    _, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-    divided = {
-        "num_q_heads": (config.num_q_heads, devices),
-        "mlp_size": (config.mlp_size, devices),
-        "vocab_size": (config.vocab_size, devices),
-        "columns of the kv heads of a group": (num_kv_heads * config.head_dim, context),
-    }
+    divided = {"num_q_heads": (config.num_q_heads, devices), "vocab_size": (config.vocab_size, devices)}
+    if any(config.mixture_of(layer) is None for layer in range(config.num_layers)):
+        divided["mlp_size"] = config.mlp_size, devices
+    if config.mixture is not None:
+        divided["num_experts"] = config.mixture.num_experts, devices
+        divided["shared_size"] = config.mixture.shared_size or 0, devices
+    if config.latent is None:
+        _, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+        divided["columns of the kv heads of a group"] = num_kv_heads * config.head_dim, context
     for name, (size, parts) in divided.items():
         if size % parts:
             raise ValueError(
@@ -221,9 +219,9 @@ def program(
         return pages, others
 
     def divided(weights: nnx.State, *arguments: Any) -> tuple:
-        specs = _weight_specs(weights, config, parallel), *_argument_specs(arguments, parallel)
-        on_mesh = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(_pages_spec(parallel), PartitionSpec()))
-        pages, others = on_mesh(weights, *arguments)
+        specs = _weight_specs(weights, config, parallel), *_argument_specs(arguments, config, parallel)
+        out_specs = _cache_specs(config, parallel), PartitionSpec()
+        pages, others = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(weights, *arguments)
         return pages, *others
 
     jitted = jax.jit(divided, donate_argnums=donate)
@@ -241,7 +239,7 @@ def _pages_on(config: DecoderConfig, mesh: Mesh, num_pages: int, page_size: int)
     heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     of_device = replace(config, num_q_heads=heads[0], num_kv_heads=heads[1])
     new = partial(of_device.new_cache, num_pages // parallel.context, page_size)
-    return jax.shard_map(new, mesh=mesh, in_specs=(), out_specs=_pages_spec(parallel))()
+    return jax.shard_map(new, mesh=mesh, in_specs=(), out_specs=_cache_specs(config, parallel))()
 
 
 def everywhere(mesh: Mesh | None, tree: Any) -> Any:
@@ -265,16 +263,23 @@ def _plans_sent(arguments: tuple, mesh: Mesh) -> tuple:
     return jax.tree.map(send, arguments, is_leaf=lambda x: isinstance(x, Plan))
 
 
-def _argument_specs(arguments: tuple, parallel: Parallel) -> tuple:
-    specs = {Plan: lambda plan: plan.specs, KVPages: lambda _: _pages_spec(parallel)}
+def _argument_specs(arguments: tuple, config: DecoderConfig, parallel: Parallel) -> tuple:
+    pages = dict.fromkeys((KVPages, LatentPages), lambda _: _cache_specs(config, parallel)[0])
+    specs: dict[type, Callable[[Any], Any]] = {Plan: lambda plan: plan.specs, **pages}
     return jax.tree.map(
         lambda x: specs.get(type(x), lambda _: PartitionSpec())(x), arguments, is_leaf=lambda x: type(x) in specs
     )
 
 
-def _pages_spec(parallel: Parallel) -> PartitionSpec:
+def _cache_specs(config: DecoderConfig, parallel: Parallel) -> tuple[Any, ...]:
+    """Return how the pages of each layer are divided; all alike."""
     context, tensor = (name if name in parallel.axes else None for name in (CONTEXT, TENSOR))
-    return PartitionSpec(context, None, tensor, None)
+    pages: Any = PartitionSpec(context, None, tensor, None)
+    if config.cache_dtype.itemsize == 1:
+        of_heads: Any = PartitionSpec(tensor)
+        of_devices: Any = PartitionSpec(parallel.axes)
+        pages = KVPages(pages, pages, Quantisation(of_heads, of_heads, of_devices))
+    return (pages,) * config.num_layers
 
 
 def _weight_specs(weights: nnx.State, config: DecoderConfig, parallel: Parallel) -> nnx.State:

@@ -25,6 +25,9 @@ from codec_jax.nnx.decoder_config import DecoderConfig
 #: last         the last
 Layout = Literal["plain", "linear", "experts", "interleaved", "mxfp4", "mxfp4 interleaved", "first", "last"]
 
+#: Layouts whose tensors have the outputs first, and the parameters the inputs.
+TRANSPOSED = ("linear", "first", "last")
+
 #: MXFP4: numbers that share a scale, and what the 16 codes mean. A byte has two of them, the low half first.
 _GROUP = 32
 _CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -136,7 +139,7 @@ def parts_of(config: DecoderConfig, path: str, shape: tuple[int, ...], mxfp4: bo
 def arranged(
     layout: Layout, tensors: list[Array], shape: tuple[int, ...], dtype: DTypeLike
 ) -> Float[Array, "*parameter"]:
-    """Return the parameter that tensors make; of a device that has a part, its part, whatever the shape. Jittable."""
+    """Return the parameter of the given shape that tensors make; of a device that has a part, this part. Jittable."""
     if layout.startswith("mxfp4"):
         blocks, scales = tensors
         joined = jnp.swapaxes(_of_mxfp4(blocks, scales).astype(dtype), 1, 2)

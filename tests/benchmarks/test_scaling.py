@@ -233,7 +233,8 @@ def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatc
     monkeypatch.setattr("benchmarks.decoding.MAX_DIFFERENCE", 1e-4)
     case = SharedDocument(document=1100, requests=3, own=9)  # 69 pages: long enough to be cut in two
     meshes = [ALONE, Parallel(tensor=2), Parallel(context=2), Parallel(tensor=4, context=2)]
-    rows = list(scaling.measure_all(random_decoder(TINY), meshes, [case], [case._replace(requests=2)]))
+    config = replace(TINY, num_layers=1)
+    rows = list(scaling.measure_all(random_decoder(config), meshes, [case], [case._replace(requests=2)]))
     assert [row.get("error") for row in rows] == [None] * len(rows)
     steps, attention, found = (
         [row for row in rows if row["variant"] == variant] for variant in ("step", "attention", "exchange")
@@ -243,7 +244,7 @@ def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatc
     assert all(0.0 < row["logits_difference"] < 1e-4 for row in steps[1:])
     assert [row["gpus"] for row in attention] == [1, 2, 2]  # no pages for one kv head on two devices
     assert all(row["wall_us"] > 0 for row in steps + attention)
-    every = {each._replace(times=1) for mesh in meshes for each in exchanges(TINY, 3, mesh)}
+    every = {each._replace(times=1) for mesh in meshes for each in exchanges(config, 3, mesh)}
     assert {(row["bytes"], row["gpus"]) for row in found} == {(each.bytes, each.devices) for each in every}
     assert len(found) == len(every)
     assert all(row["loop_us"] > 0 for row in found)

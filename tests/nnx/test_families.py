@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from small_checkpoints import SIZES, TOKENS, dense_logits, save_tokenizer
+from small_checkpoints import SIZES, TOKENS, assert_read_to_its_devices, dense_logits, save_tokenizer
 
 from codec_jax import Window
 from codec_jax.nnx import Latent, Sampler, YarnScaling, open_checkpoint
@@ -152,16 +153,16 @@ def meaning(code: int, scale: int) -> float:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_experts_in_mxfp4_are_what_their_codes_mean(tmp_path: Path, dtype: Any) -> None:
-    sizes = {"intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    sizes = {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
     theirs_of("GptOss", {"rope_parameters": YARN, **sizes}).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     rng, want, experts = np.random.default_rng(0), {}, "model.layers.0.mlp.experts."
     for name, outputs in (("gate_up_proj", 64), ("down_proj", 32)):
-        codes = rng.integers(0, 16, (3, outputs, 1, 32))
-        scales = rng.integers(120, 130, (3, outputs, 1))
-        values = np.vectorize(meaning)(codes, scales[..., None]).reshape(3, outputs, 32).swapaxes(1, 2)
+        codes = rng.integers(0, 16, (4, outputs, 1, 32))
+        scales = rng.integers(120, 130, (4, outputs, 1))
+        values = np.vectorize(meaning)(codes, scales[..., None]).reshape(4, outputs, 32).swapaxes(1, 2)
         del tensors[experts + name]
         tensors[f"{experts}{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).astype(np.uint8)
         tensors[f"{experts}{name}_scales"] = scales.astype(np.uint8)
@@ -172,6 +173,8 @@ def test_experts_in_mxfp4_are_what_their_codes_mean(tmp_path: Path, dtype: Any) 
     gate_up = np.concatenate([want["gate_up_proj"][..., ::2], want["gate_up_proj"][..., 1::2]], axis=-1)
     np.testing.assert_array_equal(mlp.gate_up[...].astype(jnp.float32), gate_up)  # bfloat16 holds them all
     np.testing.assert_array_equal(mlp.down[...].astype(jnp.float32), want["down_proj"])
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices("cpu")[:2])
+    assert_read_to_its_devices(open_checkpoint(tmp_path), mesh, dtype)
 
     tensors[f"{experts}down_proj_blocks"] = tensors[f"{experts}down_proj_blocks"].astype(np.float32)
     save_file(tensors, tmp_path / "model.safetensors")

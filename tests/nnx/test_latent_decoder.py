@@ -13,7 +13,8 @@ import pytest
 from cases import CONTEXT, DOCUMENT, LONG, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
 from engines import assert_alone, assert_no_page_leaked, greedy, make_engine, run
 from flax import nnx
-from small_checkpoints import write
+from jax.sharding import Mesh
+from small_checkpoints import assert_read_to_its_devices, write
 
 from codec_jax import DraftTrees, Forest, PagePool, Window, make_plan
 from codec_jax.nnx import (
@@ -54,6 +55,10 @@ def sharp(config: DecoderConfig) -> Decoder:
         return jnp.asarray(wide, x.dtype)
 
     return nnx.merge(graph, jax.tree.map(draw, weights))
+
+
+def mesh_of(context: int, tensor: int) -> Mesh:
+    return jax.make_mesh((context, tensor), ("context", "tensor"), devices=jax.devices("cpu")[: context * tensor])
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +114,21 @@ def test_candidates_of_a_draft_tree_see_their_ancestors_and_are_kept(dense: Dens
     hidden, _ = decode(np.asarray([[11]]), cache, forest, make_plan(forest, **heads))
     want = dense.logits([*prompt, *paths[3], 11])
     np.testing.assert_allclose(model.logits(hidden)[0, 0], want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sampler_on_a_mesh_says_what_the_whole_decoder_says() -> None:
+    dense = Dense(sharp(replace(CONFIG, mixture=replace(MIXTURE, num_experts=8, groups=4))))
+    sampler = Sampler(
+        dense.model, mesh=mesh_of(2, 2), max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=8
+    )
+    state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
+    assert_logits_follow(state, texts, dense)
+    for pages in state.cache:
+        shards = pages.latent.addressable_shards
+        assert [shard.data.shape for shard in shards] == [(32, 8, 1, LATENT.page_dim)] * 4
+    _, generated = sampler.decode(state, 12, temperature=0.0)
+    for request, text in texts.items():
+        assert generated.tokens[request] == dense.greedy(text, 12)
 
 
 def test_windows_and_softcaps_go_with_latents() -> None:
@@ -293,6 +313,10 @@ def test_weights_in_float8_are_what_their_scales_make_of_them(tmp_path: Path) ->
     for path, weight in want.items():
         np.testing.assert_allclose(got[path], weight, rtol=1e-6, err_msg=path)
 
+    for sizes in ((2, 2), (1, 4)):
+        assert_read_to_its_devices(open_checkpoint(fp8), mesh_of(*sizes))
+        assert_read_to_its_devices(open_checkpoint(plain), mesh_of(*sizes))
+
     name = "model.layers.0.mlp.up_proj.weight"
     changes: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"quantization_config": None}, {}, f"expected {name} as one of BF16, F16, F32, got F8_E4M3; quantised"),
@@ -343,14 +367,3 @@ def test_weights_in_float8_are_what_their_scales_make_of_them(tmp_path: Path) ->
 def test_sizes_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_mesh_of_several_devices_is_refused_and_one_of_one_is_taken(dense: Dense) -> None:
-    devices = jax.devices("cpu")
-    with pytest.raises(
-        ValueError, match=r"^mesh: expected one device for latent attention, got 2; use several engines"
-    ):
-        random_decoder(replace(CONFIG, mixture=None), mesh=jax.make_mesh((2,), ("tensor",), devices=devices[:2]))
-    mesh = jax.make_mesh((1, 1), ("context", "tensor"), devices=devices[:1])
-    sampler = Sampler(dense.model, mesh=mesh, max_requests=2, num_pages=16, page_size=8, max_context=64)
-    assert_logits_follow(sampler.start(PROMPTS[1:2]), numbered(PROMPTS[1:2]), dense)

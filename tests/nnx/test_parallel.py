@@ -162,8 +162,8 @@ print([request.tokens for request in requests])
 """
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_say_what_one_says(count: int) -> None:
+def test_several_processes_say_what_one_says() -> None:
+    count = 2  # of two devices each: one axis is within a process, one between them
     config = replace(CONFIG, tied_embeddings=True)
     with socket.socket() as free:
         free.bind(("localhost", 0))

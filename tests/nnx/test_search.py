@@ -101,7 +101,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     return Both(tmp_path_factory.mktemp("checkpoint"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     prompt=st.sampled_from([*PROMPTS, LONG[:30], [7]]),
     beams=st.integers(1, 4),
@@ -136,6 +136,12 @@ def tiny() -> Dense:
     return Dense(Decoder(config, nnx.Rngs(3)))
 
 
+@pytest.fixture(scope="module")
+def cramped(tiny: Dense) -> Engine:
+    """With less room than the beams need together."""
+    return make_engine(tiny.model, num_pages=14, max_context=48)
+
+
 @settings(max_examples=40)
 @given(
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=40),
@@ -145,23 +151,22 @@ def tiny() -> Dense:
     early=EARLY_STOPPING,
 )
 def test_beams_that_reach_everything_find_the_best(
-    tiny: Dense, prompt: list[int], max_tokens: int, stop_tokens: set[int], penalty: float,
+    tiny: Dense, cramped: Engine, prompt: list[int], max_tokens: int, stop_tokens: set[int], penalty: float,
     early: bool | str,
 ) -> None:  # fmt: skip
-    engine = make_engine(tiny.model, num_pages=14, max_context=48)  # with less room than the beams need together
     texts = {
         tuple(until_stop(list(tokens), list(stop_tokens))) for tokens in itertools.product(range(4), repeat=max_tokens)
     }
     scores = {text: tiny.logprobs(prompt, list(text)).sum() / len(text) ** penalty for text in texts}
     got = beam_search(
-        engine, prompt, beams=16, max_tokens=max_tokens, stop_tokens=list(stop_tokens), length_penalty=penalty,
+        cramped, prompt, beams=16, max_tokens=max_tokens, stop_tokens=list(stop_tokens), length_penalty=penalty,
         early_stopping=early, results=16,
     )  # fmt: skip
     np.testing.assert_allclose([b.score for b in got], sorted(scores.values(), reverse=True)[:16], atol=1e-3)
     assert len({tuple(beam.tokens) for beam in got}) == len(got)
     for beam in got:
         np.testing.assert_allclose(beam.score, scores[tuple(beam.tokens)], atol=1e-3)
-    assert_no_page_leaked(engine)
+    assert_no_page_leaked(cramped)
 
 
 # --- In an engine ------------------------------------------------------------------------------------------------

@@ -70,7 +70,9 @@ def test_an_engine_with_windows_sinks_and_experts_says_what_the_dense_decoder_sa
 
 
 @pytest.mark.parametrize(
-    ("config", "context", "tensor"), [(CONFIG, 2, 2), (OLMO, 2, 1)], ids=["2 x 2", "norms over all heads, 2 x 1"]
+    ("config", "context", "tensor"),
+    [(replace(EXPERTS, mixture=replace(EXPERTS.mixture, num_experts=8)), 2, 2), (OLMO, 2, 1)],
+    ids=["experts, 2 x 2", "norms over all heads, 2 x 1"],
 )
 def test_a_sampler_on_a_mesh_says_what_the_whole_decoder_says(config: DecoderConfig, context: int, tensor: int) -> None:
     dense = Dense(sharp(config))
@@ -112,11 +114,21 @@ def test_a_cache_of_one_byte_a_number_is_close_and_half_as_large(compilations: l
     request = engine.generate([PROMPTS[0]], greedy(6))[0]
     assert len(request.tokens) == 6
     assert not compilations
-    assert all(int(pages.quantisation.saturated) == 0 for pages in engine._device._pages)
-    with pytest.raises(ValueError, match="mesh: expected one device for a KV cache of float8_e4m3fn, got 2"):
-        Sampler(
-            low.model, mesh=jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]), max_requests=1, num_pages=8
-        )
+    assert all(pages.quantisation.saturated.tolist() == [0] for pages in engine._device._pages)
+
+
+def test_a_cache_of_one_byte_a_number_is_divided_among_devices_and_each_counts() -> None:
+    graph, weights = nnx.split(sharp(replace(CONFIG, kv_dtype=jnp.float8_e4m3fn)))
+    scaled = jax.tree.map(lambda x: 3000 * x if x.shape == (96,) else x, weights)  # biases of queries, keys and values
+    model = nnx.merge(graph, scaled)
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), devices=jax.devices("cpu")[:4])
+    options = {"max_requests": 4, "num_pages": 64, "page_size": 8, "max_context": CONTEXT}
+    divided, alone = (Sampler(model, mesh=each, **options).start(PROMPTS) for each in (mesh, None))
+    np.testing.assert_allclose(divided.logits, alone.logits, atol=1e-3, rtol=1e-3)
+    for parts, whole in zip(divided.cache, alone.cache, strict=True):
+        counts = parts.quantisation.saturated
+        assert counts.shape == (4,)
+        assert counts.sum() == whole.quantisation.saturated.sum() > 0
 
 
 def exact_experts(experts: Experts, x: np.ndarray) -> np.ndarray:
@@ -152,10 +164,13 @@ def test_each_token_goes_through_the_experts_that_its_router_likes_most(tokens: 
 # --- What is refused ---------------------------------------------------------------------------------------------
 
 
-def test_a_mesh_that_would_divide_experts_or_norms_over_all_heads_is_refused() -> None:
+def test_a_mesh_that_does_not_divide_experts_or_divides_norms_over_all_heads_is_refused() -> None:
     mesh = jax.make_mesh((1, 2), ("context", "tensor"), devices=jax.devices("cpu")[:2])
-    with pytest.raises(ValueError, match=r"^mesh: expected one device for a mixture of experts, got 2; use several"):
+    with pytest.raises(ValueError, match=r"^mesh: expected 1 x 2 devices such that 2 divides num_experts = 5, got a r"):
         PlacedDecoder.of(Decoder(EXPERTS, nnx.Rngs(0)), mesh)
+    shared = replace(EXPERTS, mixture=Mixture(6, 2, 24, shared_size=41), mlp_size=47)
+    with pytest.raises(ValueError, match=r"^mesh: .* 2 divides shared_size = 41"):  # no layer has an MLP of 47
+        random_decoder(shared, mesh=mesh)
     with pytest.raises(ValueError, match=r"^mesh: expected no axis 'tensor' for norms over all heads .*, got 2 dev"):
         random_decoder(OLMO, mesh=mesh)
 
