@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from codec_jax import checks
 from codec_jax.nnx.chat import ChatTemplate, read_chat_template
 from codec_jax.nnx.checkpoint_config import has_fp8, is_mxfp4, read_config, read_max_context, read_stop_tokens
+from codec_jax.nnx.checkpoint_kv_scales import has_kv_scales, is_kv_scale, read_kv_scales
 from codec_jax.nnx.checkpoint_latent import read_further_layers
 from codec_jax.nnx.checkpoint_tensors import Source, TensorFiles
 from codec_jax.nnx.checkpoint_values import shown
@@ -57,6 +58,7 @@ class Checkpoint:
     chat_template: ChatTemplate | None  # None: the checkpoint has none
     stop_tokens: tuple[int, ...]  # those that end a text
     max_context: int  # tokens that the model was made for
+    kv_scales: tuple[tuple[float, float], ...] | None  # of keys and of values, of each layer; None: it has none
     files: frozenset[Path]  # all that were read or will be
     sources: Mapping[str, Source]  # by the dotted path of each parameter
 
@@ -90,7 +92,8 @@ class Checkpoint:
 
         Args:
           dtype: float32, bfloat16 or float16, of weights, activations and KV cache, whatever the files have.
-          kv_dtype: of the KV cache alone: float8_e4m3fn takes one byte a number.
+          kv_dtype: of the KV cache alone: float8_e4m3fn takes one byte a number, with the checkpoint's scales if it has
+            some.
           mesh: devices along axes "context" and "tensor", among which the weights are divided.
           progress: show a bar.
 
@@ -102,7 +105,8 @@ class Checkpoint:
         >>> logits = jax.jit(model)(np.asarray([[1, 2, 3]]))  # [B, T, V], float32
         """
         checks.float_dtype("dtype", dtype)
-        config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype)
+        kv_scales = self.kv_scales if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else None
+        config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales)
         parallel = Parallel.of(mesh)
         check_sizes(config, parallel)
         with TensorFiles(self.sources.values(), mesh) as files:
@@ -147,20 +151,27 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     tokenizer = _read_tokenizer(files[1], problems)
     generation, tokenizer_config = (_read_json(file, problems) if file.exists() else None for file in files[2:4])
     chat_template = read_chat_template(files[4], tokenizer_config or {}, problems)
-    headers = _read_headers(directory, problems)
+    headers, kv_scales = _read_headers(directory, problems), None
     if given is not None:
         config = read_config(given, problems)
         max_context = read_max_context(given, problems)
         stop_tokens = read_stop_tokens(given, generation or {}, problems)
         further = read_further_layers(given, problems)
-        sources = {} if config is None else _match(config, headers, is_mxfp4(given), has_fp8(given), further, problems)
+        scales, weights = {}, headers
+        if has_kv_scales(given):
+            scales = {name: tensor.file for name, tensor in headers.tensors.items() if is_kv_scale(name)}
+            rest = {name: tensor for name, tensor in headers.tensors.items() if name not in scales}
+            weights = headers._replace(tensors=rest)
+        sources = {} if config is None else _match(config, weights, is_mxfp4(given), has_fp8(given), further, problems)
+        if config is not None and sources and has_kv_scales(given):
+            kv_scales = read_kv_scales(config.num_layers, scales, problems)
         if tokenizer is not None and type(given.get("vocab_size")) is int:
             first = [given["bos_token_id"]] if type(given.get("bos_token_id")) is int else []
             _check_tokens(tokenizer, given["vocab_size"], [*first, *stop_tokens], problems)
     if problems or config is None or tokenizer is None:
         raise ValueError("\n  ".join([f"{directory}: expected a checkpoint that the decoder can run, but", *problems]))
     read = {file for file in files if file.exists()} | {file for source in sources.values() for file in source.files}
-    return Checkpoint(config, tokenizer, chat_template, stop_tokens, max_context, frozenset(read), sources)
+    return Checkpoint(config, tokenizer, chat_template, stop_tokens, max_context, kv_scales, frozenset(read), sources)
 
 
 def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from codec_jax.nnx import checkpoint_latent
+from codec_jax.nnx.checkpoint_kv_scales import has_kv_scales
 from codec_jax.nnx.checkpoint_rope import read_rope
 from codec_jax.nnx.checkpoint_values import flag, number, require, shown
 from codec_jax.nnx.decoder_config import DecoderConfig, Mixture
@@ -121,7 +122,7 @@ def read_config(given: Mapping[str, Any], problems: list[str]) -> DecoderConfig 
     tied = flag(given, "tie_word_embeddings", problems)
     for key, honoured in {**_HONOURED, **family.honoured}.items():
         require(given, key, honoured, problems)
-    if not is_mxfp4(given) and not has_fp8(given):
+    if not (is_mxfp4(given) or has_fp8(given) or has_kv_scales(given)):
         require(given, "quantization_config", None, problems)
     if name == "gpt_oss" and not given.get("rope_parameters") and not given.get("rope_scaling"):
         given["rope_scaling"] = _GPT_OSS_ROPE

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from codec_jax import checks
-from codec_jax.forest import KVPages, LatentPages, Pages
+from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
 from codec_jax.nnx.rope import RopeScaling
 from pallas_kernels import Window
 
@@ -152,6 +152,9 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     activation: Activation = "silu"
     kv_dtype: DTypeLike | None = None  # of the KV cache; float8_e4m3fn takes one byte a number
+    kv_scales: tuple[tuple[float, float], ...] | None = (
+        None  # of keys and of values, of each layer, for one byte; None: 1
+    )
     latent: Latent | None = None  # of latent attention, with which num_kv_heads is 1 and head_dim its page_dim
 
     def __post_init__(self) -> None:
@@ -179,6 +182,11 @@ class DecoderConfig:
             raise ValueError(f"head_dim: expected an even number for rotary positions, got {self.head_dim}")
         if self.latent is not None:
             self._check_latent(self.latent)
+        if self.kv_scales is not None and (len(self.kv_scales), self.cache_dtype.itemsize) != (self.num_layers, 1):
+            raise ValueError(
+                f"kv_scales: expected a pair for each of {self.num_layers} layers, with a kv_dtype of one byte, got "
+                f"{len(self.kv_scales)} with {self.cache_dtype}"
+            )
         if not self.windows or not all(window is None or isinstance(window, Window) for window in self.windows):
             raise ValueError(
                 f"windows: expected a tuple of Window, or None, for each layer or as a pattern, got {self.windows!r}"
@@ -277,9 +285,12 @@ class DecoderConfig:
           num_pages: pages of each layer.
           page_size: tokens in a page.
         """
-        return tuple(self._new_pages(num_pages, page_size) for _ in range(self.num_layers))
+        return tuple(self._new_pages(num_pages, page_size, layer) for layer in range(self.num_layers))
 
-    def _new_pages(self, num_pages: int, page_size: int) -> Pages:
+    def _new_pages(self, num_pages: int, page_size: int, layer: int) -> Pages:
         if self.latent is not None:
             return LatentPages.zeros(num_pages, page_size, self.latent.page_dim, self.cache_dtype)
-        return KVPages.zeros(num_pages, page_size, self.num_kv_heads, self.head_dim, self.cache_dtype)
+        scales = None if self.kv_scales is None else Quantisation.of(self.num_kv_heads, *self.kv_scales[layer])
+        return KVPages.zeros(
+            num_pages, page_size, self.num_kv_heads, self.head_dim, self.cache_dtype, quantisation=scales
+        )

@@ -30,7 +30,7 @@ from small_checkpoints import (
 )
 from tokenizers import Tokenizer
 
-from codec_jax.nnx import PUBLISHED, Decoder, Llama3Scaling, Sampler, open_checkpoint, random_decoder
+from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig, Llama3Scaling, Sampler, open_checkpoint, random_decoder
 from codec_jax.nnx.weights import parameter_shapes
 
 
@@ -207,3 +207,74 @@ def test_random_weights_depend_on_the_seed_alone_and_give_finite_logits(tmp_path
     assert len({leaf.tobytes() for leaf in matrices}) == len(matrices)
     with jax.numpy_dtype_promotion("standard"):  # JAX's dense attention promotes to float32 implicitly
         assert np.isfinite(dense_logits(random_decoder(config), TOKENS)).all()
+
+
+# --- Scales of the KV cache --------------------------------------------------------------------------------------
+
+#: Only the cache is quantised, with one scale for all keys of a layer and one for all values.
+QUANTISED_CACHE = {
+    "quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["lm_head"],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}  # fmt: skip
+
+
+def tensors_with_scales() -> dict[str, np.ndarray]:
+    """Values are too large for float8 without a scale, and the product after attention makes up for it."""
+    tensors = dict(tensors_of(LLAMA))
+    for layer in range(2):
+        attention = f"model.layers.{layer}.self_attn."
+        tensors[f"{attention}v_proj.weight"] = tensors[f"{attention}v_proj.weight"] * 1000.0
+        tensors[f"{attention}o_proj.weight"] = tensors[f"{attention}o_proj.weight"] / 1000.0
+        tensors[f"{attention}k_scale"] = np.asarray([0.25 + layer], ml_dtypes.bfloat16)
+        tensors[f"{attention}v_scale"] = np.asarray([32.0], np.float32)
+    return tensors
+
+
+def test_scales_of_the_cache_are_those_of_the_file(tmp_path: Path) -> None:
+    tensors = tensors_with_scales()
+    checkpoint = open_checkpoint(write(tmp_path, {**LLAMA, "quantization_config": QUANTISED_CACHE}, tensors))
+    assert checkpoint.kv_scales == ((0.25, 32.0), (1.25, 32.0))
+    assert checkpoint.load(jnp.float32).config.kv_scales is None
+    model = checkpoint.load(jnp.float32, kv_dtype=jnp.float8_e4m3fn)
+    state = Sampler(model, max_requests=2, num_pages=32, page_size=8, max_context=CONTEXT).start(TOKENS)
+    for pages, (key_scale, value_scale) in zip(state.cache, checkpoint.kv_scales, strict=True):
+        assert pages.quantisation.saturated.tolist() == [0]
+        assert set(pages.quantisation.key_scale.tolist()) == {key_scale}
+        assert set(pages.quantisation.value_scale.tolist()) == {value_scale}
+    want = np.stack([exact_logits(tensors, LLAMA, tokens)[-1] for tokens in TOKENS])
+    assert np.abs(state.logits - want).mean() < 0.1 * want.std()
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme", "message"),
+    [
+        ({"k_scale": None}, {}, r"layers.1.self_attn.k_scale: expected this scale of the KV cache, got none"),
+        (
+            {"k_scale": np.zeros(1, np.float32)},
+            {},
+            r"expected one positive number as .*layers.1.self_attn.k_scale, got",
+        ),
+        ({"v_scale": np.ones(2, np.float32)}, {}, r"expected one positive number as .*layers.1.self_attn.v_scale, got"),
+        ({}, {"num_bits": 4}, r"expected quantization_config = null, which .*"),
+        ({}, {"config_groups": {"group_0": {}}}, r"expected quantization_config = null, which .*"),
+    ],
+)
+def test_scales_that_are_none_are_refused(tmp_path: Path, changes: dict, scheme: dict, message: str) -> None:
+    tensors = tensors_with_scales() | {f"model.layers.1.self_attn.{name}": x for name, x in changes.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    quantised = QUANTISED_CACHE | {key: value for key, value in scheme.items() if key == "config_groups"}
+    bits = scheme.get("num_bits", 8)
+    quantised = {**quantised, "kv_cache_scheme": {**QUANTISED_CACHE["kv_cache_scheme"], "num_bits": bits}}
+    write(tmp_path, {**LLAMA, "quantization_config": quantised}, tensors)
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_scales_go_with_one_byte_a_number_and_every_layer() -> None:
+    config = DecoderConfig(64, 32, 64, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    with pytest.raises(ValueError, match=r"^kv_scales: expected a pair for each of 2 layers, .* got 2 with bfloat16"):
+        replace(config, kv_scales=((1.0, 1.0),) * 2)
+    with pytest.raises(
+        ValueError, match=r"^kv_scales: expected a pair for each of 2 layers, .* got 1 with float8_e4m3"
+    ):
+        replace(config, kv_dtype=jnp.float8_e4m3fn, kv_scales=((1.0, 1.0),))
