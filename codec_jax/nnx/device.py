@@ -6,7 +6,7 @@ and size of their plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -27,7 +27,7 @@ from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.request import Request, part_of_context
 from codec_jax.nnx.sampling import History, RowOptions, allowed_words
 from codec_jax.nnx.scheduler import Running, Step
-from codec_jax.nnx.shards import PlacedDecoder, everywhere, new_pages, program
+from codec_jax.nnx.shards import PlacedDecoder, Program, everywhere, new_pages, program
 
 #: Plans of chunks whose contexts are short have room for a part of what the longest ones need, if that is much.
 _SHORT, _MANY_BLOCKS = 16, 1 << 14
@@ -92,11 +92,16 @@ class Device:
     def warm_up(self, cache: PrefixCache) -> None:
         """Compile all programs, and run each with nothing to do."""
         nothing = Step([], {}, {}, [])
-        for turns in {self._turns(0), self._steps}:
-            self._start(nothing, cache, None, turns, behind=False)
+        calls: list[tuple[int, Chunks | None]] = [(turns, None) for turns in {self._turns(0), self._steps}]
         for size in self._sizes:
-            for end in {1, self._max_context}:
-                self._start(nothing, cache, self._chunks(nothing, cache, size, end), 1, behind=False)
+            calls += [(1, self._chunks(nothing, cache, size, end)) for end in {1, self._max_context}]
+        arguments = self._model.weights, self._pages, self._carried, self._drawing(nothing, cache, behind=False)
+        with ThreadPoolExecutor() as pool:  # compiling a program keeps little more than one core busy
+            compiled = [pool.submit(self._programs[turns].lower(*arguments, chunks).compile) for turns, chunks in calls]
+        for each in compiled:
+            each.result()
+        for turns, chunks in calls:
+            self._start(nothing, cache, chunks, turns, behind=False)
         vocab = self._config.vocab_size
         self._set_row(self._rows, np.zeros(vocab, bool), np.zeros(vocab, np.uint16))  # past the last row: of nobody
         jax.block_until_ready(self._pages)
@@ -203,7 +208,7 @@ def _nodes(rows: int) -> int:
 @lru_cache(maxsize=16)
 def _program(
     graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, steps: int, implementation: str | None
-) -> Callable[..., Any]:
+) -> Program:
     """Return a jitted step; engines of one model have the same, so that a second one compiles nothing."""
 
     def run(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:

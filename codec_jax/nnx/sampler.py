@@ -45,7 +45,7 @@ from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.prefill import Wave, append_waves, prefill_waves
 from codec_jax.nnx.sampling import NO_TOKEN, RowOptions
-from codec_jax.nnx.shards import PlacedDecoder, everywhere, new_pages, program
+from codec_jax.nnx.shards import PlacedDecoder, Program, everywhere, new_pages, program
 from codec_jax.nnx.state import Completion, Decoding, Generated
 from codec_jax.nnx.steps import decode_loop, prefill_step
 from codec_jax.traffic import Traffic, count_decode, count_pass
@@ -130,7 +130,7 @@ class Sampler:
             return prefill_step(model, implementation, *rest, parallel=parallel)
 
         @cached
-        def decode_program(turns: int) -> Callable[..., Any]:
+        def decode_program(turns: int) -> Program:
             def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
                 return decode_loop(model, turns, implementation, *rest, parallel=parallel)
 

@@ -2,7 +2,7 @@
 
 _DIVIDED        how each parameter is cut into the blocks of S devices, by the numbers of `Parallel`
 PlacedDecoder   weights, whole or as such blocks: what engine and sampler take in the place of a decoder
-program         a jitted function of the decoder: on a mesh one `jax.shard_map`, so that XLA moves nothing by itself
+program         a jitted `Program` of the decoder: on a mesh one `jax.shard_map`, so that XLA moves nothing by itself
 """
 
 from __future__ import annotations
@@ -195,13 +195,28 @@ def assembled(
     return jax.make_array_from_single_device_arrays(shape, sharding, blocks)
 
 
+class Program(NamedTuple):
+    """A jitted function of weights and further arguments, of which devices are sent what each needs."""
+
+    jitted: Any
+    mesh: Mesh | None
+
+    def __call__(self, weights: nnx.State, *arguments: Any) -> tuple:
+        """Run it."""
+        return self.jitted(weights, *_plans_sent(arguments, self.mesh))
+
+    def lower(self, weights: nnx.State, *arguments: Any) -> Any:
+        """Return what compiles it for arguments like these, which a call then finds compiled."""
+        return self.jitted.lower(weights, *_plans_sent(arguments, self.mesh))
+
+
 def program(
     graph: nnx.GraphDef[Decoder],
     config: DecoderConfig,
     mesh: Mesh | None,
     function: Callable[..., tuple],
     donate: tuple[int, ...],
-) -> Callable[..., Any]:
+) -> Program:
     """Return a jitted program of weights and further arguments.
 
     `function` gets the decoder, further arguments and `parallel`. It returns KV pages, and what is the same everywhere.
@@ -212,7 +227,7 @@ def program(
         return function(nnx.merge(graph, weights), *arguments, parallel=parallel)
 
     if mesh is None:
-        return jax.jit(run, donate_argnums=donate)
+        return Program(jax.jit(run, donate_argnums=donate), mesh)
 
     def local(*arguments: Any) -> tuple:
         pages, *others = run(*arguments)
@@ -224,8 +239,7 @@ def program(
         pages, others = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(weights, *arguments)
         return pages, *others
 
-    jitted = jax.jit(divided, donate_argnums=donate)
-    return lambda weights, *arguments: jitted(weights, *_plans_sent(arguments, mesh))
+    return Program(jax.jit(divided, donate_argnums=donate), mesh)
 
 
 def new_pages(config: DecoderConfig, mesh: Mesh | None, num_pages: int, page_size: int) -> tuple[Pages, ...]:
@@ -252,8 +266,10 @@ def _sent(tree: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), tree)
 
 
-def _plans_sent(arguments: tuple, mesh: Mesh) -> tuple:
+def _plans_sent(arguments: tuple, mesh: Mesh | None) -> tuple:
     """Send each device its part of plans that are spread."""
+    if mesh is None:
+        return arguments
 
     def send(x: Any) -> Any:
         if not isinstance(x, Plan) or not x.is_spread:

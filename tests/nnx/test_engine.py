@@ -12,7 +12,7 @@ from engines import assert_alone, assert_no_page_leaked, greedy, leave_pages, ma
 from flax import nnx
 
 from codec_jax.errors import LogitsError
-from codec_jax.nnx import Decoder, landing
+from codec_jax.nnx import Decoder, DecoderConfig, landing
 from codec_jax.nnx import engine as engine_module
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
@@ -57,6 +57,33 @@ def test_greedy_tokens_equal_decoding_alone(engine: Engine, dense: Dense) -> Non
         assert request.finish_reason == "length"
         assert len(request.tokens) == 20
         assert_alone(request, dense)
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2)])
+def test_warming_up_compiles_each_program_once(mesh: tuple[int, int] | None) -> None:
+    """And all of them: what runs afterwards finds them."""
+    compiled: list[str] = []
+
+    def listen(event: str, *_: object, fun_name: str = "", **__: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(fun_name)
+
+    config = DecoderConfig(VOCAB, 32, 40, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    devices = mesh and jax.make_mesh(mesh, ("context", "tensor"), devices=jax.devices("cpu")[:4])
+    engine = Engine(
+        Decoder(config, nnx.Rngs(0)), mesh=devices, max_requests=2, num_pages=64, max_context=1024,
+        prefill_tokens=256, steps=4,
+    )  # fmt: skip
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        engine.warm_up()
+        programs = sum("run" in name or "divided" in name for name in compiled)
+        compiled.clear()
+        engine.generate([LONG[:90], [7]], greedy(9))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert programs == 3  # steps without chunks, with one, and with two: their plans are of one size each
+    assert not compiled
 
 
 def test_what_was_computed_once_is_found_again(engine: Engine, dense: Dense) -> None:
