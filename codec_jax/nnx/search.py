@@ -51,7 +51,7 @@ def best_of(
     >>> from codec_jax.nnx.engine import Engine
     >>> from codec_jax.nnx import best_of
     >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-    >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=4, num_pages=64)
+    >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
     >>> best, *others = best_of(engine, [1, 2, 3], 4, SamplingParams(max_tokens=5))
     >>> all(sum(best.logprobs) >= sum(other.logprobs) for other in others)
     True
@@ -95,7 +95,7 @@ def beam_search(
     >>> from codec_jax.nnx.engine import Engine
     >>> from codec_jax.nnx import beam_search
     >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-    >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=4, num_pages=64)
+    >>> engine = Engine(Decoder(config, nnx.Rngs(0)), max_requests=8, num_pages=64)
     >>> first, second = beam_search(engine, [1, 2, 3], beams=4, max_tokens=5, stop_tokens=[0], results=2)
     >>> len(first.tokens) <= 5, first.score >= second.score
     (True, True)
