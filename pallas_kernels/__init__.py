@@ -6,9 +6,23 @@ They know rows, blocks and segments, never trees. A new generation is a folder w
 from pallas_kernels.ampere import AMPERE
 from pallas_kernels.family import Call, Family, Tiling
 from pallas_kernels.heads import Heads, Scores, Window
-from pallas_kernels.hopper import HOPPER
+from pallas_kernels.hopper import HOPPER, HOPPER_LATENT
 
 #: Best first where several serve a device.
 FAMILIES = (HOPPER, AMPERE)
+#: Taken by name only, until they have run on a GPU.
+BY_NAME = (HOPPER_LATENT,)
 
-__all__ = ["AMPERE", "FAMILIES", "HOPPER", "Call", "Family", "Heads", "Scores", "Tiling", "Window"]
+__all__ = [
+    "AMPERE",
+    "BY_NAME",
+    "FAMILIES",
+    "HOPPER",
+    "HOPPER_LATENT",
+    "Call",
+    "Family",
+    "Heads",
+    "Scores",
+    "Tiling",
+    "Window",
+]

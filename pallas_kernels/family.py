@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
     query: Float[jax.Array, "B T N H"]
     key_pages: Float[jax.Array, "num_pages page_tokens K H"]
-    value_pages: Float[jax.Array, "num_pages page_tokens K V"]
+    value_pages: Float[jax.Array, "num_pages page_tokens K V"] | None  # None: the first V numbers of the keys
     query_position: Int[jax.Array, "B T"]
     first_position: Int[jax.Array, "B T"] | None  # that a query token sees; None for a plan without a window
     forest: ForestArrays
@@ -63,7 +63,7 @@ class Family(NamedTuple):
 
     tiling(heads, device) says how plans for it are to be cut.
 
-    attend(call, scores) runs the plan of a call: the caller's query [B, T, N, H] in; out [B, T, N, H], and the row
+    attend(call, scores) runs the plan of a call: the caller's query [B, T, N, H] in; out [B, T, N, V], and the row
     maximum of the scores, scaled and capped, and the row sum of their exponentials, float32 [B, T, N], in the caller's
     order. A row of no request, or that sees no token, has out 0, maximum -inf and sum 0. All of it is NaN where the
     plan does not hold.

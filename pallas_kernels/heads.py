@@ -21,6 +21,7 @@ class Heads:
     value_head_dim: int
     query_dtype: np.dtype = _TWO_BYTES
     kv_dtype: np.dtype = _TWO_BYTES
+    values_in_keys: bool = False  # the values are the first numbers of the keys, and are not stored again
 
     @classmethod
     def of(cls, query: Any, key_pages: Any, value_pages: Any) -> "Heads":

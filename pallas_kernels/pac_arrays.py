@@ -93,7 +93,7 @@ def outputs_of(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
     partials, num_ctas = call.plan.num_partials, call.plan.cta_begin.shape[0]
     groups = -(-num_ctas // plan_guard.GROUP)
     return {
-        "out": jax.ShapeDtypeStruct((partials, TILE_ROWS, call.query.shape[3]), jnp.float32),
+        "out": jax.ShapeDtypeStruct((partials, TILE_ROWS, call.plan.heads.value_head_dim), jnp.float32),
         "max": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
         "sum": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
         "violations": jax.ShapeDtypeStruct((groups * plan_guard.GROUP,), jnp.int32),

@@ -9,6 +9,8 @@ from pallas_kernels.plan_format import PlanArrays
 
 def of_head_sizes(heads: Heads, sizes: Iterable[int]) -> str | None:
     """Say why not, for heads of other sizes than these."""
+    if heads.values_in_keys:
+        return "it takes values with pages of their own, got keys that are the values as well"
     if heads.head_dim in sizes and heads.value_head_dim == heads.head_dim:
         return None
     got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"

@@ -32,7 +32,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
 
         def whole(pipeline: Pipeline) -> None:
             work(pipeline)
-            _see_completions(pipeline, rings(pipeline.refs), others(pipeline))
+            see_completions(pipeline, rings(pipeline.refs), others(pipeline))
 
         monkeypatch.setattr(pac, role, whole)
 
@@ -62,22 +62,27 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
     return ref.at[pl.ds(first, count)]
 
 
-def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
-    """Return the products of a tile of the query and a block of keys, [64, block]."""
-    parts = _read(pipeline.refs.query_buffers.tiles.at[buffer])  # [H / 64, units, rows, 64]
+def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
+    """Return a tile of the query, [64, H]."""
+    parts = read(pipeline.refs.query_buffers.tiles.at[buffer])  # [H / 64, units, rows, 64]
     rows = jnp.moveaxis(parts.reshape(parts.shape[0], -1, 64), 0, 1).reshape(-1, parts.shape[0] * 64)
     # Rows that are not in use may hold anything on a GPU.
-    query = jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)
-    return _multiply(query, _read(keys).T)
+    return jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)
 
 
-def multiply_values(_: Pipeline, accs: list[jax.Array], weights: jax.Array, values: Any) -> list[jax.Array]:
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
+    """Return the products of a tile of the query and a block of keys, [64, block]."""
+    return multiply(query_tile(pipeline, buffer), read(keys).T)
+
+
+def multiply_values(_: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
     """Add the products of weights [64, block] and a block of values to accumulators, [64, acc_columns] each."""
-    products = _multiply(weights, _read(values))
+    weights = weights if isinstance(weights, jax.Array) else read(weights)
+    products = multiply(weights, read(values))
     return [acc + part for acc, part in zip(accs, jnp.split(products, len(accs), axis=1), strict=True)]
 
 
-def _see_completions(pipeline: Pipeline, rings: Iterable[Any], others: Iterable[Any]) -> None:
+def see_completions(pipeline: Pipeline, rings: Iterable[Any], others: Iterable[Any]) -> None:
     """Wait, after the last block, for the stages of rings and other barriers that nobody waits for any more."""
     blocks = pipeline.each_segment(lambda segment, _, done, *__: done + segment.end - segment.begin, jnp.int32(0))
 
@@ -90,13 +95,13 @@ def _see_completions(pipeline: Pipeline, rings: Iterable[Any], others: Iterable[
         plgpu.barrier_wait(barrier)
 
 
-def _read(ref: Any) -> jax.Array:
+def read(ref: Any) -> jax.Array:
     """Read shared memory as wgmma does: done before a later copy begins."""
     values = ref[...]
     plgpu.commit_smem()  # or the interpreter takes a copy that follows for one that may overtake the read
     return values
 
 
-def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
+def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
     """Multiply two matrices as wgmma does, with float32 products and sums."""
     return lax.dot_general(left, right, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

@@ -30,7 +30,7 @@ Residuals = tuple[Float[Array, "B T N"], Float[Array, "B T N"]]
 def forest_attention(
     query: Float[Array, "B T N H"],
     key_pages: Float[Array, "num_pages page_size K H"],
-    value_pages: Float[Array, "num_pages page_size K V"],
+    value_pages: Float[Array, "num_pages page_size K V"] | None,
     forest: Forest,
     plan: Plan,
     *,
@@ -50,7 +50,7 @@ def forest_attention(
 def forest_attention(
     query: Float[Array, "B T N H"],
     key_pages: Float[Array, "num_pages page_size K H"],
-    value_pages: Float[Array, "num_pages page_size K V"],
+    value_pages: Float[Array, "num_pages page_size K V"] | None,
     forest: Forest,
     plan: Plan,
     *,
@@ -69,7 +69,7 @@ def forest_attention(
 def forest_attention(
     query: Float[Array, "B T N H"],
     key_pages: Float[Array, "num_pages page_size K H"],
-    value_pages: Float[Array, "num_pages page_size K V"],
+    value_pages: Float[Array, "num_pages page_size K V"] | None,
     forest: Forest,
     plan: Plan,
     *,
@@ -91,6 +91,8 @@ def forest_attention(
         other causally, or as `drafts` says.
       key_pages: [num_pages, page_size, K, H], N a multiple of K.
       value_pages: [num_pages, page_size, K, V]; every value finite, also where nobody reads (`KVPages` sees to that).
+        None where the values are the first V numbers of the keys, as in latent attention; V is the plan's
+        value_head_dim.
       forest: the paths, in lengths that include the query tokens.
       plan: from `make_plan` for this forest, head layout and T; with a mesh, for the heads of one device. It says how
         far back query tokens see (`Window`).
@@ -104,9 +106,10 @@ def forest_attention(
         or float8_e5m2; `KVPages.quantisation`); None for 1.
       value_scale: the same for values.
       implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these or of one byte a number,
-        H = V 64, 128 or 256), "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H = V 64, 128
-        or 256; on Hopper for plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest
-        of them that this device and these shapes allow; where that is "xla" on a GPU, a warning says why.
+        H = V 64, 128 or 256; and, by name only, pages of 16 bits with H = 576, V = 512, K = 1 and value_pages None),
+        "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H = V 64, 128 or 256; on Hopper for
+        plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest of them that this
+        device and these shapes allow; where that is "xla" on a GPU, a warning says why.
       return_residuals: also return the row maximum of the scores, scaled and capped, and the row sum of their
         exponentials, float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`). Sinks are in
         both, so partials that are merged later must not add them again.
@@ -130,11 +133,13 @@ def forest_attention(
 
     Source: CoDec, section 4 (doi 10.1145/3802028).
     """
-    given = tuple(map(checks.array, ("query", "key_pages", "value_pages"), (query, key_pages, value_pages)))
-    given += () if sinks is None else (checks.array("sinks", sinks),)
+    optional = {"value_pages": value_pages, "sinks": sinks}
+    given: tuple[Any, ...] = checks.array("query", query), checks.array("key_pages", key_pages)
+    given += tuple(None if x is None else checks.array(name, x) for name, x in optional.items())
     traced = any(isinstance(x, jax.core.Tracer) for x in given)
-    query, key_pages, value_pages, *rest = _without_derivative(*given) if traced else given
-    sinks = _check_sinks(rest[0], query) if rest else None
+    query, key_pages, value_pages, sinks = _without_derivative(*given) if traced else given
+    if sinks is not None:
+        _check_sinks(sinks, query)
     dtype, is_one_byte = query.dtype, key_pages.dtype.itemsize == 1
     for name, factor in (("key_scale", key_scale), ("value_scale", value_scale)):
         if factor is not None:
@@ -170,8 +175,8 @@ def forest_attention(
         structure_hash = jnp.where(drafts.fit(forest).all(), guard.structure_hash, ~forest.structure_hash)
         guard = replace(guard, structure_hash=structure_hash)
     # Long pages are seen as several short ones.
-    key_pages, value_pages = (
-        pages.reshape(-1, plan.arrays.page_tokens, *pages.shape[2:]) for pages in (key_pages, value_pages)
+    key_pages, value_pages = jax.tree.map(
+        lambda pages: pages.reshape(-1, plan.arrays.page_tokens, *pages.shape[2:]), (key_pages, value_pages)
     )
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
@@ -184,7 +189,7 @@ def forest_attention(
 
 
 @jax.custom_jvp
-def _without_derivative(*arrays: Array) -> tuple[Array, ...]:
+def _without_derivative(*arrays: Any) -> tuple[Any, ...]:
     """Return arrays that JAX must not differentiate with respect to, or it would stumble over a loop far from here."""
     return arrays
 
@@ -197,12 +202,11 @@ def _refuse(*_: Any) -> NoReturn:
     )
 
 
-def _check_sinks(sinks: Array, query: Array) -> Array:
-    """Return the sinks. Raises ValueError unless they are numbers for the q heads."""
+def _check_sinks(sinks: Array, query: Array) -> None:
+    """Raise ValueError unless sinks are numbers for the q heads."""
     heads = checks.shape("query", query, B=None, T=None, N=None, H=None)["N"]
     checks.shape("sinks", sinks, N=heads)
     checks.float_dtype("sinks", sinks.dtype)
-    return sinks
 
 
 def _check_scale(name: str, scale: Array, key_pages: Array) -> None:
@@ -225,7 +229,7 @@ def _scaled(rows: Float[Array, "B T N H"], scale: Float[Array, " K"] | None) -> 
 def _check(
     query: Array,
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     forest: Forest,
     plan: Plan,
     drafts: DraftTrees | None,
@@ -248,9 +252,21 @@ def _check(
             f"plan: expected one for query_tokens, num_q_heads, num_kv_heads, head_dim = {got}, "
             f"which query and key_pages have{' on each device' * (tensor > 1)}, got one for {planned}"
         )
-    checks.shape("value_pages", value_pages, **pages | {"H": plan.heads.value_head_dim})
-    if value_pages.dtype != key_pages.dtype:
-        raise ValueError(f"value_pages: expected {key_pages.dtype} like key_pages, got {value_pages.dtype}")
+    heads = replace(
+        Heads.of(query, key_pages, key_pages),
+        value_head_dim=plan.heads.value_head_dim,
+        values_in_keys=value_pages is None,
+    )
+    if value_pages is None:
+        if heads.value_head_dim > heads.head_dim:
+            raise ValueError(
+                f"value_pages: expected [num_pages, page_size, K, {heads.value_head_dim}], which the plan's values "
+                f"have, got None, and keys of {heads.head_dim} numbers cannot hold them"
+            )
+    else:
+        checks.shape("value_pages", value_pages, **pages | {"H": plan.heads.value_head_dim})
+        if value_pages.dtype != key_pages.dtype:
+            raise ValueError(f"value_pages: expected {key_pages.dtype} like key_pages, got {value_pages.dtype}")
     plan.check_shapes(forest)
     if (
         plan.homes is None
@@ -265,4 +281,4 @@ def _check(
     if drafts is not None:
         checks.instance("drafts", drafts, DraftTrees)
         drafts.check(forest, query.shape[1])
-    return Heads.of(query, key_pages, value_pages)
+    return heads

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from codec_jax import checks
 from codec_jax.attention.call import forest_attention
+from codec_jax.errors import PlanError
 from codec_jax.forest import Forest, KVPages, finite
 from codec_jax.planning import Plan
 
@@ -49,17 +50,20 @@ def latent_attention(
       up_key: [L, N, nope], from latents to keys.
       up_value: [L, N, V], from latents to values.
       forest: as in `forest_attention`.
-      plan: from `make_plan` with num_kv_heads=1 and head_dim=L + rope. All N q heads of a request are rows of one kv
+      plan: from `make_plan` with num_kv_heads=1, head_dim=L + rope and value_head_dim=L; without the last one the
+        rotated keys pass for values, and what they add is cut off. All N q heads of a request are rows of one kv
         head, so pages that requests share are read once if tile_rows holds N rows for each of them.
       scale: factor on the scores; defaults to 1 / sqrt(nope + rope).
-      implementation: as in `forest_attention`; the kernels do not take heads of this size.
+      implementation: as in `forest_attention`. "mosaic", for L = 512, rope = 64 and a plan with value_head_dim=L, has
+        to be named; it multiplies in the dtype of the pages, to which it rounds the query.
 
     Returns [B, T, N, V] in the dtype of query_nope; query, scores and sums are float32 on the way.
 
     Raises ValueError for shapes that do not fit, PlanError for a plan that does not.
 
     >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[100, 20, 5], leaf=[1, 2])
-    >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=1, head_dim=32 + 16, tile_rows=16)
+    >>> heads = {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 32 + 16, "value_head_dim": 32}
+    >>> plan = make_plan(forest, **heads, tile_rows=16)
     >>> query_nope, query_rope = jnp.ones((2, 1, 8, 24)), jnp.ones((2, 1, 8, 16))
     >>> pages, up_key, up_value = jnp.ones((10, 16, 1, 48)), jnp.ones((32, 8, 24)), jnp.ones((32, 8, 20))
     >>> jax.jit(latent.latent_attention)(query_nope, query_rope, pages, up_key, up_value, forest, plan).shape
@@ -72,16 +76,20 @@ def latent_attention(
     checks.float_dtype("query_nope", query_nope.dtype)
     checks.float_dtype("query_rope", query_rope.dtype)
     scale = 1.0 / math.sqrt(nope + rope) if scale is None else scale
-    # The latents are the values as well: what the rotated keys add to the output is cut off.
     attended = forest_attention(
         absorbed(query_nope, query_rope, up_key),
         latent_pages,
-        latent_pages,
+        None,
         forest,
         plan,
         scale=scale,
         implementation=implementation,
     )
+    if attended.shape[3] < latent:
+        raise PlanError(
+            f"plan: expected one for value_head_dim = L = {latent}, got one for {attended.shape[3]}; make it with "
+            f"value_head_dim={latent}"
+        )
     return expanded(attended, up_value).astype(query_nope.dtype)
 
 
@@ -92,7 +100,7 @@ def absorbed(
     return jnp.concatenate([_product("btnd,lnd->btnl", query_nope, up_key), query_rope.astype(jnp.float32)], axis=-1)
 
 
-def expanded(attended: Float[Array, "B T N L+rope"], up_value: Float[Array, "L N V"]) -> Float[Array, "B T N V"]:
+def expanded(attended: Float[Array, "B T N values"], up_value: Float[Array, "L N V"]) -> Float[Array, "B T N V"]:
     """Return the values of what attention over latent pages gives, whose first L numbers are meant; float32."""
     return _product("btnl,lnv->btnv", attended[..., : up_value.shape[0]], up_value)
 

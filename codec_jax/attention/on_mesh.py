@@ -38,7 +38,7 @@ def attend_on_mesh(
     attend: Callable[..., Any],
     query: Array,
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     forest: Forest,
     plan: Plan,
     drafts: DraftTrees | None,
@@ -55,7 +55,8 @@ def attend_on_mesh(
 
         specs = _specs(mesh, plan)
         for name, array in (("key_pages", key_pages), ("value_pages", value_pages)):
-            _check_placed(name, array, of_types(specs.key_pages))
+            if array is not None:
+                _check_placed(name, array, of_types(specs.key_pages))
         arguments = jax.tree.map(
             lambda spec, tree: jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, of_types(spec))), tree),
             tuple(specs),
@@ -70,7 +71,7 @@ def attend_on_mesh(
 def _on_devices(
     query: Array,
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     plan: Plan,
     sinks: Array | None,
     forest: Forest,
@@ -81,7 +82,7 @@ def _on_devices(
     **options: Any,
 ) -> Any:
     def local(
-        query: Array, key_pages: Array, value_pages: Array, plan: Plan, sinks: Array | None, *everywhere: Any
+        query: Array, key_pages: Array, value_pages: Array | None, plan: Plan, sinks: Array | None, *everywhere: Any
     ) -> Any:
         forest, drafts = everywhere
         here = (query, key_pages, value_pages, forest, plan.local())
@@ -128,7 +129,7 @@ def _check_placed(name: str, pages: Array, expected: PartitionSpec) -> None:
 
 
 def check_divided(
-    query: Array, key_pages: Array, value_pages: Array, plan: Plan, *, is_partial: bool, has_sinks: bool
+    query: Array, key_pages: Array, value_pages: Array | None, plan: Plan, *, is_partial: bool, has_sinks: bool
 ) -> Array:
     """Return the query, in a form that only one device's program takes.
 
@@ -143,6 +144,8 @@ def check_divided(
             "jax.jit; leave axis_names out"
         )
     for name, array in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
+        if array is None:
+            continue
         if isinstance(array, jax.core.Tracer):
             divided = any(axis is not None for axis in jax.typeof(array).sharding.spec)
         else:

@@ -48,7 +48,7 @@ def _segments(call: Call, scores: Scores) -> Partial:
     tiles = query_rows.to_tiles(call)  # [tiles, K, R, H]
     position = query_rows.by_row(call.query_position, call)  # [tiles, R]
     first_position = None if call.first_position is None else query_rows.by_row(call.first_position, call)
-    num_rows, head_dim, value_dim, lanes = *tiles.shape[2:], call.value_pages.shape[3], plan.lanes
+    num_rows, head_dim, value_dim, lanes = *tiles.shape[2:], plan.heads.value_head_dim, plan.lanes
     num_segments, last_segment = plan.segments.shape[0], plan.cta_ptr[1:]  # [C], exclusive
     num_ctas = last_segment.shape[0]
     rows = (num_ctas, lanes * num_rows)  # of both tiles, if segments have two lanes
@@ -65,10 +65,14 @@ def _segments(call: Call, scores: Scores) -> Partial:
         partials = jnp.stack([fields.partial0, fields.partial1][:lanes], axis=1)
         head = fields.head
         pages = Page(*jnp.moveaxis(plan.block_pages[block], -1, 0))  # [C, pages_per_block]
+        keys = call.key_pages[pages.page_id, :, head[:, None]]
+        values = keys[..., :value_dim]
+        if call.value_pages is not None:
+            values = call.value_pages[pages.page_id, :, head[:, None]]
         partial = pac(
             tiles[tile, head[:, None]].reshape(*rows, head_dim),
-            call.key_pages[pages.page_id, :, head[:, None]].reshape(num_ctas, -1, head_dim),  # [C, S, H]
-            call.value_pages[pages.page_id, :, head[:, None]].reshape(num_ctas, -1, value_dim),
+            keys.reshape(num_ctas, -1, head_dim),  # [C, S, H]
+            values.reshape(num_ctas, -1, value_dim),
             _mask(
                 call,
                 block,

@@ -1,14 +1,18 @@
 """How plans cut the work where the caller does not say: as the kernels of the device want it, or any device's XLA."""
 
+from dataclasses import replace
+
 import jax
 
-from pallas_kernels import FAMILIES, Heads, Tiling
+from pallas_kernels import BY_NAME, FAMILIES, Heads, Tiling
 
 
 def default_tiling(heads: Heads) -> Tiling:
     """Return the tiling of the best family of kernels that serves the default device, or else that of the XLA path."""
     device = jax.devices()[0]
-    families = (family for family in FAMILIES if family.why_not(heads, device) is None)
+    # Values that are shorter than keys may be their first numbers; plans do not say.
+    heads = replace(heads, values_in_keys=heads.value_head_dim < heads.head_dim)
+    families = (family for family in (*FAMILIES, *BY_NAME) if family.why_not(heads, device) is None)
     return next((family.tiling(heads, device) for family in families), any_device(heads, device))
 
 

@@ -51,6 +51,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         num_kv_heads=plan.heads.num_kv_heads,
         num_blocks=plan.block_pages.shape[0],
     )
+    assert call.value_pages is not None  # or `why_not` would have said so
     inputs = {
         "query": query.reshape(-1, head_dim),  # [B x T x N, H]
         "keys": call.key_pages.reshape(-1, head_dim),  # [num_pages x page_tokens x K, H]

@@ -55,6 +55,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     batch, tokens, num_q_heads, head_dim = query.shape
     stages = stages_of(head_dim, plan.block_tokens, call.key_pages.dtype)
     assert stages is not None  # or `why_not` would have said so
+    assert call.value_pages is not None
     sizes = Sizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype)
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),

@@ -27,7 +27,7 @@ class _State(NamedTuple):
     sum: jax.Array  # [64]
 
 
-class _LaneWork(NamedTuple):
+class LaneWork(NamedTuple):
     """The part of a segment that a lane does."""
 
     segment: Segment
@@ -53,7 +53,7 @@ def compute(pipeline: Pipeline) -> None:
 
     def work(segment: Segment, _: Segment, done: jax.Array, buffer0: jax.Array, __: None) -> None:
         wide, buffer1 = segment.is_wide, pipeline.query_buffer(buffer0 + 1)
-        lane = _LaneWork(
+        lane = LaneWork(
             segment=segment,
             tile=jnp.where(wide, warpgroup, 0),
             buffer=jnp.where(wide & (warpgroup == 1), buffer1, buffer0),
@@ -61,11 +61,11 @@ def compute(pipeline: Pipeline) -> None:
             stride=jnp.where(wide, 1, LANES),
             first=jnp.where(wide, 0, lax.rem(warpgroup + done, jnp.int32(LANES))),
         )
-        _wait_for_query(pipeline, segment.query_start0, buffer0)
+        wait_for_query(pipeline, segment.query_start0, buffer0)
 
         @pl.when(wide)
         def _second_buffer() -> None:
-            _wait_for_query(pipeline, segment.query_start1, buffer1)
+            wait_for_query(pipeline, segment.query_start1, buffer1)
 
         middle = lane.blocks_before(segment.first_masked - segment.begin)
         count = lane.blocks_before(segment.end - segment.begin)
@@ -92,7 +92,7 @@ def compute(pipeline: Pipeline) -> None:
     pipeline.each_segment(work)
 
 
-def _wait_for_query(pipeline: Pipeline, query_start: jax.Array, buffer: jax.Array) -> None:
+def wait_for_query(pipeline: Pipeline, query_start: jax.Array, buffer: jax.Array) -> None:
     """Wait for the rows of a tile, which come together or unit by unit."""
 
     @pl.when(query_start >= 0)
@@ -114,7 +114,7 @@ def _init_state(pipeline: Pipeline) -> _State:
     )
 
 
-def _step(pipeline: Pipeline, lane: _LaneWork, j: jax.Array, state: _State, masked: bool) -> _State:
+def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: _State, masked: bool) -> _State:
     """Add the lane's block j; the other lane keeps the tensor cores busy during the softmax."""
     refs, sizes, segment = pipeline.refs, pipeline.sizes, lane.segment
     number = lane.done + j * lane.stride + lane.first
@@ -125,13 +125,13 @@ def _step(pipeline: Pipeline, lane: _LaneWork, j: jax.Array, state: _State, mask
     scores = tensor_core.multiply_keys(pipeline, lane.buffer, keys)  # [64, block]
     _release(segment, refs.keys_free, stage)
     scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
-    visible, scores = _mask_scores(pipeline, lane, stage, readers, scores) if masked else (_all_rows(), scores)
+    visible, scores = mask_scores(pipeline, lane, stage, readers, scores) if masked else (all_rows(), scores)
     block_max = jnp.where(visible, scores.max(axis=1) * sizes.factor, MASK_VALUE)  # [64]
     row_max = jnp.maximum(jnp.maximum(state.max, block_max), MIN_ROW_MAX)
     alpha = jnp.exp2(state.max - row_max)
-    weights = jnp.exp2(scores * sizes.factor - _broadcast_rows(row_max, sizes.block))  # [64, block]
-    accs = [acc * _broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
-    rounded = _clear_other_rows(visible, weights.astype(sizes.dtype))
+    weights = jnp.exp2(scores * sizes.factor - broadcast_rows(row_max, sizes.block))  # [64, block]
+    accs = [acc * broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
+    rounded = clear_other_rows(visible, weights.astype(sizes.dtype))
     row_sum = state.sum * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
     plgpu.barrier_wait(pipeline.full(refs.values_full, segment, number))
     values = in_sixteen_bits(pipeline, refs.value_ring, stage)  # [block, H]
@@ -140,8 +140,8 @@ def _step(pipeline: Pipeline, lane: _LaneWork, j: jax.Array, state: _State, mask
     return _State(accs, row_max, row_sum)
 
 
-def _mask_scores(
-    pipeline: Pipeline, lane: _LaneWork, stage: jax.Array, readers: Any, scores: jax.Array
+def mask_scores(
+    pipeline: Pipeline, lane: LaneWork, stage: jax.Array, readers: Any, scores: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the rows that may see the block, and scores that are lowered where such a row does not see a token.
 
@@ -149,7 +149,7 @@ def _mask_scores(
     """
     by_token = functools.partial(_mask_by_token, pipeline, lane, stage)
     if pipeline.sizes.has_positions or pipeline.sizes.token_planes:
-        return _all_rows(), by_token(scores)
+        return all_rows(), by_token(scores)
 
     def uniform(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
@@ -159,12 +159,12 @@ def _mask_scores(
         return visible, scores
 
     def mixed(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _all_rows(), by_token(scores)
+        return all_rows(), by_token(scores)
 
     return lax.cond(readers & UNIFORM_READERS != 0, uniform, mixed, scores)
 
 
-def _mask_by_token(pipeline: Pipeline, lane: _LaneWork, stage: jax.Array, scores: jax.Array) -> jax.Array:
+def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores: jax.Array) -> jax.Array:
     """Lower the scores of tokens that a row does not see."""
     sizes, refs, mask = pipeline.sizes, pipeline.refs, pipeline.refs.mask
     along = plgpu.Layout.WGMMA.reduce(0)
@@ -184,24 +184,24 @@ def _mask_by_token(pipeline: Pipeline, lane: _LaneWork, stage: jax.Array, scores
         for ref, is_within in bounds:
             bound = load(ref.at[at], plgpu.Layout.WGMMA.reduce(1))  # [64]
             position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
-            within = is_within(over_columns(position), _broadcast_rows(bound, sizes.block))
+            within = is_within(over_columns(position), broadcast_rows(bound, sizes.block))
             scores = jnp.where(within, scores, MASK_VALUE)
     return scores
 
 
-def _first_row(pipeline: Pipeline, lane: _LaneWork) -> jax.Array:
+def _first_row(pipeline: Pipeline, lane: LaneWork) -> jax.Array:
     """Count the rows before the lane's tile, since readers are counted over both tiles of a wide segment."""
     return lane.tile * pipeline.sizes.packing.tile_rows
 
 
-def _all_rows() -> jax.Array:
+def all_rows() -> jax.Array:
     """Return [64] of True, whose operations the compiler leaves out."""
     return plgpu.layout_cast(jnp.full((TILE_ROWS,), True), plgpu.Layout.WGMMA.reduce(1))
 
 
-def _clear_other_rows(visible: jax.Array, weights: jax.Array) -> jax.Array:
+def clear_other_rows(visible: jax.Array, weights: jax.Array) -> jax.Array:
     """Clear the rows that do not see the block, even of NaN; bit by bit, since that takes two weights at once."""
-    bits = _broadcast_rows(jnp.where(visible, jnp.int16(-1), jnp.int16(0)), weights.shape[1])  # [64, block]
+    bits = broadcast_rows(jnp.where(visible, jnp.int16(-1), jnp.int16(0)), weights.shape[1])  # [64, block]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(weights, jnp.int16) & bits, weights.dtype)
 
 
@@ -238,7 +238,7 @@ def _merge_state(pipeline: Pipeline, state: _State) -> _State:
             row_max = jnp.maximum(state.max, sent_max)
             alpha, sent_alpha = jnp.exp2(state.max - row_max), jnp.exp2(sent_max - row_max)
         sent = load(refs.state, plgpu.Layout.WGMMA)
-        accs.append(acc * _broadcast_rows(alpha, columns) + sent * _broadcast_rows(sent_alpha, columns))
+        accs.append(acc * broadcast_rows(alpha, columns) + sent * broadcast_rows(sent_alpha, columns))
         plgpu.barrier_arrive(refs.state_free.at[sender])
     return _State(accs, row_max, state.sum * alpha + sent_sum * sent_alpha)
 
@@ -246,13 +246,13 @@ def _merge_state(pipeline: Pipeline, state: _State) -> _State:
 def _write(pipeline: Pipeline, partial: jax.Array, state: _State) -> None:
     """Write a partial, normalised by its own sum."""
     refs, columns = pipeline.refs, pipeline.sizes.acc_columns
-    inverse_sum = 1.0 / _broadcast_rows(jnp.maximum(state.sum, 1e-30), columns)
+    inverse_sum = 1.0 / broadcast_rows(jnp.maximum(state.sum, 1e-30), columns)
     for i, acc in enumerate(state.accs):
         refs.out.at[partial, :, pl.ds(i * columns, columns)][...] = acc * inverse_sum
     refs.max.at[partial][...] = state.max
     refs.sum.at[partial][...] = state.sum
 
 
-def _broadcast_rows(rows: jax.Array, width: int) -> jax.Array:
+def broadcast_rows(rows: jax.Array, width: int) -> jax.Array:
     """Repeat a value of each row along the columns."""
     return lax.broadcast_in_dim(rows, (TILE_ROWS, width), [0])

@@ -19,10 +19,6 @@ _Ids = tuple[jax.Array, ...]
 def load_blocks(pipeline: Pipeline) -> None:
     """Fill the rings of K and V, block after block of every segment."""
     refs, sizes = pipeline.refs, pipeline.sizes
-    rings = (
-        (refs.keys, refs.key_ring, refs.keys_full, refs.keys_free),
-        (refs.values, refs.value_ring, refs.values_full, refs.values_free),
-    )
 
     def ids_of(block: jax.Array) -> _Ids:
         return tuple(refs.block_pages[block, j, Page._fields.index("page_id")] for j in range(sizes.pages_per_block))
@@ -37,7 +33,7 @@ def load_blocks(pipeline: Pipeline) -> None:
             following = ids_of(jnp.where(i + 1 < count, segment.begin + i + 1, next_segment.begin))
             # Copies are issued one after another, so pages that follow each other in memory share one.
             together = functools.reduce(operator.and_, (page == ids[0] + j for j, page in enumerate(ids)))
-            for tokens, ring, full, free in rings:
+            for tokens, ring, full, free in pipeline.rings:
                 arrived = pipeline.full(full, segment, number)
 
                 def copy(j: int, count: int, tokens: Any = tokens, ring: Any = ring, arrived: Any = arrived) -> None:

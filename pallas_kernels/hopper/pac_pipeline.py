@@ -39,6 +39,16 @@ MAX_BLOCK_TOKENS = 128
 UNIFORM_READERS = -(1 << 31)
 
 
+class Ring(NamedTuple):
+    """A ring of blocks: where their pages are copied from, and its barriers. Masks come before the first ring's blocks
+    are full, and go when the last ring's are free."""
+
+    tokens: Any  # [num_pages x page_tokens, K, columns]
+    blocks: Any  # [stages, block, columns]
+    full: Any
+    free: Any
+
+
 class Query(NamedTuple):
     """Two views of the query buffers, [buffers, H / 64, 64, 64]."""
 
@@ -87,6 +97,13 @@ class Pipeline:
         self._first, self._last, *rest = (refs.cta_begin[cta, column] for column in range(columns))
         self._first_segment = Segment(*rest[: len(Segment._fields)])
         self.first_pages = tuple(rest[len(Segment._fields) :])
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """The rings that the loader fills."""
+        refs = self.refs
+        keys = Ring(refs.keys, refs.key_ring, refs.keys_full, refs.keys_free)
+        return keys, Ring(refs.values, refs.value_ring, refs.values_full, refs.values_free)
 
     def each_segment(self, work: Callable[..., Any], carried: Any = None) -> Any:
         """Call carried = work(segment, the next one, blocks done before it, buffer, carried) for every segment.

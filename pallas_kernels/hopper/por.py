@@ -45,6 +45,8 @@ _GRAINS = {
 }
 
 _WARPS, _LANES = 4, 32  # of a warpgroup, and of a warp
+#: Numbers of partials that a thread block holds at a time, at most: 128 in a thread.
+_IN_FLIGHT = 1 << 14
 
 
 class _Sizes(NamedTuple):
@@ -84,20 +86,20 @@ def por(
     """Merge the partials of `pac`.
 
     Args:
-      out: float32 [partials, 64, H].
+      out: float32 [partials, 64, V].
       row_max: float32 [partials, 64], in units of log2.
       row_sum: float32 [partials, 64].
       violations: int32 [num_ctas, rounded up to a multiple of 128], not 0 where a thread block of PAC found that the
         plan does not hold.
       call: what they are partials of.
 
-    Returns out [B, T, N, H] in the query's dtype, 0 for free request slots, and the rows' max (natural log) and sum,
+    Returns out [B, T, N, V] in the query's dtype, 0 for free request slots, and the rows' max (natural log) and sum,
     float32 [tiles * K, 64]. Rows that saw no token have out 0 and sum 0. Everything is NaN if the plan does not hold.
     """
-    plan, (batch, tokens, num_q_heads, head_dim), dtype = call.plan, call.query.shape, call.query.dtype
-    num_groups = plan.merge_ptr.shape[0] - 1
+    plan, (batch, tokens, num_q_heads, _), dtype = call.plan, call.query.shape, call.query.dtype
+    num_groups, head_dim = plan.merge_ptr.shape[0] - 1, out.shape[2]
     grain = next(grain for groups, grain in _GRAINS.items() if num_groups <= groups)
-    turns = grain.many, grain.few
+    turns = min(grain.many, _IN_FLIGHT // (grain.rows * head_dim)), grain.few
     sizes = _Sizes(
         packing=Packing.of(plan.heads.group),
         batch=batch,
@@ -120,7 +122,7 @@ def por(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     merged, merged_max, merged_sum = kernel(*inputs.values())
-    return merged.reshape(call.query.shape), merged_max, merged_sum
+    return merged.reshape(batch, tokens, num_q_heads, head_dim), merged_max, merged_sum
 
 
 def _merge(refs: Any, sizes: _Sizes) -> None:

@@ -46,8 +46,11 @@ def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array
     return pl.run_scoped(products, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))
 
 
-def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: jax.Array, values: Any) -> list[jax.Array]:
-    """Add the products of weights [64, block] and a block of values [block, H] to accumulators, [64, acc_columns]."""
+def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
+    """Add the products of weights [64, block] and a block of values [block, H] to accumulators, [64, acc_columns].
+
+    Weights are in registers, or a reference.
+    """
     columns = pipeline.sizes.acc_columns
 
     def products(acc_refs: list[Any]) -> None:

@@ -47,10 +47,17 @@ def stages_of(head_dim: int, block_tokens: int, kv_dtype: Any) -> int | None:
     return next((block.stages for block in blocks[head_dim] if block.tokens == block_tokens), None)
 
 
+def why_not_on(device: Any) -> str | None:
+    """Say why not, for a device that is no Hopper GPU."""
+    if device.platform == "gpu" and str(device.compute_capability).startswith("9."):
+        return None
+    return f"it needs a Hopper GPU (sm_90), the default device is {device.device_kind}"
+
+
 def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanArrays | None = None) -> str | None:
     """Say why the kernels cannot serve a call on a device; None if they can."""
-    if device.platform != "gpu" or not str(device.compute_capability).startswith("9."):
-        return f"it needs a Hopper GPU (sm_90), the default device is {device.device_kind}"
+    if reason := why_not_on(device):
+        return reason
     is_sixteen_bits = heads.query_dtype in _DTYPES and heads.kv_dtype == heads.query_dtype
     if not is_sixteen_bits and heads.kv_dtype not in _ONE_BYTE_DTYPES:
         return (

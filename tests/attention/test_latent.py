@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
             num_kv_heads=1 if absorbed else self.heads,
             head_dim=(self.latent if absorbed else self.nope) + self.rope,
             query_tokens=self.query_tokens,
-            **{"num_ctas": 4, "block_capacity": 256, **options},
+            **{"num_ctas": 4, "block_capacity": 256, "value_head_dim": self.latent if absorbed else None, **options},
         )
 
 
@@ -122,6 +122,17 @@ def test_the_sizes_of_deepseek_v2() -> None:
     pages = reconstruct(*given[2:])
     chex.assert_shape([pages.key, pages.value], (PAGES, PAGE, 2, 192))
     assert_close(attend_reconstructed(given, forest, sizes.plan(forest, absorbed=False), value_size=128), want)
+
+
+def test_a_plan_may_take_the_rotated_keys_for_values_but_not_less_than_the_latents() -> None:
+    sizes = Sizes()
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
+    plan = sizes.plan(forest, value_head_dim=sizes.latent + sizes.rope)
+    assert_close(absorb(*given, forest, plan), attend_each(given, SECTIONS))
+    with pytest.raises(PlanError, match=r"^plan: expected one for value_head_dim = L = 32, got one for 31; make it w"):
+        latent_attention(*given, forest, sizes.plan(forest, value_head_dim=31))
+    with pytest.raises(ValueError, match=r"^value_pages: expected .*, K, 41\].*, got None, and keys of 40 numbers"):
+        latent_attention(*given, forest, sizes.plan(forest, value_head_dim=41))
 
 
 def test_the_rotated_key_may_be_missing() -> None:

@@ -54,7 +54,7 @@ CALLS: list[tuple[str, Callable[[Any], Any], list[Any]]] = [
     ("x", show, [None, [FOREST]]),
     ("query", lambda x: forest_attention(x, PAGES, PAGES, FOREST, PLAN), [None, [[1.0]], QUERY.astype(int)]),
     ("key_pages", lambda x: forest_attention(QUERY, x, PAGES, FOREST, PLAN), [None, "k", PAGES[0]]),
-    ("value_pages", lambda x: forest_attention(QUERY, PAGES, x, FOREST, PLAN), [None, "v", PAGES[0]]),
+    ("value_pages", lambda x: forest_attention(QUERY, PAGES, x, FOREST, PLAN), [3, "v", PAGES[0]]),
     ("forest", lambda x: forest_attention(QUERY, PAGES, PAGES, x, PLAN), [None, PLAN]),
     ("plan", lambda x: forest_attention(QUERY, PAGES, PAGES, FOREST, x), [None, FOREST]),
     ("drafts", lambda x: forest_attention(QUERY, PAGES, PAGES, FOREST, PLAN, drafts=x), [3, DRAFTS.parent]),

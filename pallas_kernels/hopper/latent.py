@@ -1,0 +1,130 @@
+"""PAC over latents: one kv head of 576 numbers a token, of which the first 512 are the values as well.
+
+    warpgroup 2 (pac_load)      pages of block i+1 ─────────► ring of blocks ┬ left   columns 0 to 255
+                                                                            └ right  columns 256 to 575
+    warpgroup 3 (pac_prepare)   query rows ─► Q tile;  lengths of the nodes ─► masks
+    warpgroup 0, the scorer     S = Q Lᵀ ► mask ► online softmax ► P ┬► O[:, :256] += P left
+                                                                     ▼ right[:, 256:], with the factor of O
+    warpgroup 1, the follower                                        └► O[:, 256:] += P right[:, :256]
+
+A block is in shared memory once, for both products: 72 KiB for 64 tokens. With two of them and the query, 216 of 227
+KiB are taken, so there is no room for a second tile, and segments are narrow. The output of a tile, [64, 512] in
+float32, takes the registers of two warpgroups; scores are computed by one of them only, and while it is at the softmax
+and its own half, the other adds up its half. The last 64 columns of a block are in keys only, so when the scores are
+there, the weights take their place. Everything but the scores is split by columns, so nothing is merged at a segment's
+end. A half goes back to the loader as soon as its values are added.
+
+All else is as in `pac`: segments, masks, the guard of the plan, softmax in units of log2. `latent_pipeline` has a table
+of the barriers. Absorbed latent attention is from DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import pac_arrays, plan_guard
+from pallas_kernels.family import Call
+from pallas_kernels.heads import Scores
+from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper.latent_compute import follow, score
+from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline, LatentSizes
+from pallas_kernels.hopper.pac_load import load_blocks
+from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS
+from pallas_kernels.hopper.pac_prepare import prepare
+from pallas_kernels.packing import TILE_ROWS
+
+_SCORER, _FOLLOWER, _LOADER, _PREPARER = range(4)
+_REGISTERS = {"score": 232, "follow": 168, "load": 40, "prepare": 72}  # of a thread; 4 x 128 threads share 65,536
+_STAGES = 2
+
+
+def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute the partials of all segments.
+
+    Args:
+      call: query and keys are bfloat16 or float16, of 576 numbers; value pages are None, for the values are the first
+        512 numbers of the keys. The plan has one lane, blocks of 64 tokens, and page_tokens a multiple of 8.
+      scores: what becomes of the products of query and keys.
+
+    Returns what `pac` returns: out [num_partials, 64, 512], max, sum and violations.
+    """
+    query = call.query
+    sizes: LatentSizes = LatentSizes.of(call, scores, _STAGES, kv_dtype=call.key_pages.dtype)
+    inputs = {
+        "query": query.reshape(-1, *query.shape[2:]),  # [B x T, N, 576]
+        "latents": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, 1, 576]
+        **pac_arrays.inputs_of(call, sizes),
+    }
+    for name in sizes.token_planes:
+        # One token for each thread of the warpgroup that prepares the mask.
+        inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
+    outputs = pac_arrays.outputs_of(call)
+    scratch = _scratch(sizes)
+
+    def body(*refs: Any) -> None:
+        named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
+        named.query_buffers = tensor_core.query_views(named.query_buffers)
+        pipeline = LatentPipeline(named, sizes)
+
+        @pl.when(pipeline.warpgroup == _SCORER)
+        def _score() -> None:
+            plgpu.set_max_registers(_REGISTERS["score"], action="increase")
+            score(pipeline)
+
+        @pl.when(pipeline.warpgroup == _FOLLOWER)
+        def _follow() -> None:
+            plgpu.set_max_registers(_REGISTERS["follow"], action="increase")
+            follow(pipeline)
+
+        @pl.when(pipeline.warpgroup == _LOADER)
+        def _load() -> None:
+            plgpu.set_max_registers(_REGISTERS["load"], action="decrease")
+            load_blocks(pipeline)
+
+        @pl.when(pipeline.warpgroup == _PREPARER)
+        def _prepare() -> None:
+            plgpu.set_max_registers(_REGISTERS["prepare"], action="decrease")
+            prepare(pipeline)
+            plan_guard.look(named)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=list(scratch.values()),
+        grid=(call.plan.cta_begin.shape[0],),
+        grid_names=("cta",),
+        num_threads=_PREPARER + 1,
+        thread_name="warpgroup",
+        # Rows are reduced within a warp, by registers.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+    return kernel(*inputs.values())
+
+
+def _scratch(sizes: LatentSizes) -> dict[str, Any]:
+    """Describe shared memory and barriers."""
+    swizzle = plgpu.SwizzleTransform(128)
+    tiled = (plgpu.TilingTransform((8, 64)), swizzle)
+    stages, block = sizes.stages, sizes.block
+    return {
+        "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled),  # `Query`
+        "left_ring": plgpu.SMEM((stages, block, HALF), sizes.dtype, transforms=tiled),
+        "right_ring": plgpu.SMEM((stages, block, sizes.head_dim - HALF), sizes.dtype, transforms=tiled),
+        # Readers, and positions with causal masks and windows, of each token.
+        "mask": plgpu.SMEM((stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
+        "factor": plgpu.SMEM((stages + 1, TILE_ROWS), jnp.float32),  # of the output so far, and of all in the end
+        "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * sizes.query_parts, num_barriers=1),
+        "query_together": plgpu.Barrier(num_arrivals=sizes.query_parts, num_barriers=1),
+        "query_free": plgpu.Barrier(num_barriers=1),
+        "left_full": plgpu.Barrier(num_arrivals=sizes.pages_per_block + 1, num_barriers=stages),
+        "right_full": plgpu.Barrier(num_arrivals=sizes.pages_per_block, num_barriers=stages),
+        "left_free": plgpu.Barrier(num_barriers=stages),
+        "right_free": plgpu.Barrier(num_barriers=stages),
+        "weights_full": plgpu.Barrier(num_barriers=stages),
+        "end_full": plgpu.Barrier(num_barriers=1),
+        "end_free": plgpu.Barrier(num_barriers=1),
+    }

@@ -1,0 +1,65 @@
+"""Things that the warpgroups of PAC over latents share: the halves of a block, its sizes, and the barriers.
+
+    barrier          one for each   arrives, how often                         waits
+    query_together   query buffer   the copy of a tile in one piece,           scorer, before the segment's scores;
+                                    once for each 64 columns                   the one of the two that the tile came by
+    query_scattered  query buffer   the copies of a tile unit by unit,         as query_together
+                                    once for each unit and 64 columns
+    query_free       query buffer   scorer, when the segment is done           preparer, before it fills the buffer
+    left_full        stage          the copy of each page, the preparer once   scorer
+                                    (the mask is in place)
+    right_full       stage          the copy of each page                      scorer, between its products
+    left_free        stage          scorer, when it has added the values       loader, before it fills the stage
+    right_free       stage          follower, as left_free                     loader; preparer, for the mask's stage
+    weights_full     stage          scorer: weights and factor of the block    follower
+    end_full         1              scorer: the factor of a segment's end      follower
+    end_free         1              follower, once to begin with, and when     scorer, before it writes it
+                                    it has read it
+
+The follower never waits for `right_full`: the scorer has, before it passes on the weights of the block. Weights and
+factor of a block are free with the stage.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+
+from pallas_kernels.hopper.pac_pipeline import Pipeline, Ring, Sizes
+from pallas_kernels.plan_format import Segment
+
+#: Columns of the left half of a block, and of the values in either half.
+HALF = 256
+
+
+@dataclass(frozen=True)
+class LatentSizes(Sizes):
+    """All that is known when the kernel is compiled."""
+
+    @property
+    def acc_columns(self) -> int:
+        """Columns of one accumulator: no instruction gets more than the 128 registers that threads begin with."""
+        return 128
+
+    @property
+    def query_buffers(self) -> int:
+        """Tiles of the query in shared memory: there is room for one."""
+        return 1
+
+
+class LatentPipeline(Pipeline):
+    """One thread block's view, as of any PAC. Segments are narrow, so that every block has one set of barriers."""
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """The halves of blocks."""
+        refs, columns = self.refs, self.sizes.head_dim
+        left = Ring(refs.latents.at[:, :, pl.ds(0, HALF)], refs.left_ring, refs.left_full, refs.left_free)
+        right = refs.latents.at[:, :, pl.ds(HALF, columns - HALF)]
+        return left, Ring(right, refs.right_ring, refs.right_full, refs.right_free)
+
+    def full(self, barrier: Any, segment: Segment, number: jax.Array) -> Any:
+        """Pick the full barrier of block `number`."""
+        del segment
+        return barrier.at[self.stage(number)]

@@ -1,0 +1,91 @@
+"""The Hopper kernels for latents on any machine: what they lower to for CUDA, and what they refuse."""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from latent_calls import KEY, VALUE, attend_latents, latent_plan
+
+from codec_jax import Forest, Window, make_plan
+from codec_jax.attention import backends
+from pallas_kernels import HOPPER, HOPPER_LATENT, Heads, Scores
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "query_tokens", "page_size", "dtype", "window", "softcap", "drafts"),
+    [
+        (128, 1, 64, jnp.bfloat16, Window(64, chunked=True), None, False),
+        (20, 5, 8, jnp.float32, None, 30.0, True),
+    ],
+)
+def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_latents(
+    q_heads: int, query_tokens: int, page_size: int, dtype: Any, window: Any, softcap: float | None, drafts: bool
+) -> None:
+    requests = 5
+    leaves = range(1, requests + 1)
+    forest = Forest.from_nodes([-1, *[0] * requests], [200, *[40] * requests], leaves, page_size=page_size)
+    plan = latent_plan(forest, q_heads, query_tokens=query_tokens, window=window)
+    query = jax.ShapeDtypeStruct((requests, query_tokens, q_heads, KEY), dtype)
+    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, 1, KEY), jnp.bfloat16)
+    by_token = jax.ShapeDtypeStruct((plan.arrays.block_pages.shape[0], plan.arrays.block_tokens), jnp.int32)
+    planes = (by_token,) * ((1 + (window is not None)) * drafts)
+    attend = jax.jit(partial(attend_latents, softcap=softcap))
+    lowered = attend.trace(query, pages, forest, plan, planes).lower(lowering_platforms=("cuda",))
+    assert (lowered.out_info.shape, lowered.out_info.dtype) == ((*query.shape[:3], VALUE), query.dtype)
+    text = lowered.as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+    assert "stablehlo.slice" not in text
+    assert "stablehlo.transpose" not in text
+
+
+DEVICE = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=132)
+LATENTS = {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": KEY, "value_head_dim": VALUE, "values_in_keys": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"query_dtype": jnp.dtype(jnp.float16), "kv_dtype": jnp.dtype(jnp.float16)}, None),
+        ({"query_dtype": jnp.dtype(jnp.float32)}, None),
+        ({"query_dtype": jnp.dtype(jnp.float16)}, "same or of float32, got bfloat16 and float16"),
+        ({"kv_dtype": jnp.dtype(jnp.float32), "query_dtype": jnp.dtype(jnp.float32)}, "got float32 and float32"),
+        ({"kv_dtype": jnp.dtype(jnp.float8_e4m3fn)}, "bfloat16 or float16, .*, got float8_e4m3fn and bfloat16"),
+        ({"num_kv_heads": 2}, r"1 kv head of 576 .* got 2 of 576, and values of 512 in the same pages"),
+        ({"value_head_dim": KEY}, r"with value_head_dim=512\), got 1 of 576, and values of 576 in the same pages"),
+        ({"values_in_keys": False}, r"value_pages=None.*, and values of 512 in pages of their own"),
+        ({"lanes": 2}, "it takes plans of 64 rows a tile, 1 lane and blocks of 64 tokens, got .* 2 lanes"),
+        ({"block_tokens": 128}, "blocks of 64 tokens, got .* blocks of 128 tokens"),
+    ],
+    ids=str,
+)
+def test_why_not_names_what_the_kernels_do_not_take(changed: dict[str, Any], reason: str | None) -> None:
+    options = {name: changed[name] for name in ("lanes", "block_tokens") if name in changed}
+    heads = Heads(**(LATENTS | {name: x for name, x in changed.items() if name not in options}))
+    plan = latent_plan(Forest.from_nodes([-1], [40], [0]), 128, **options)
+    got = HOPPER_LATENT.why_not(heads, DEVICE, None, plan.arrays)
+    assert got is None if reason is None else re.search(reason, got)
+
+
+def test_other_kernels_do_not_take_values_in_keys_and_these_are_taken_by_name_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [DEVICE])
+    heads, scores = Heads(**LATENTS), Scores(0.1)
+    plan = latent_plan(Forest.from_nodes([-1], [40], [0]), 128).arrays
+    assert backends.choose("mosaic", heads, scores, plan) is HOPPER_LATENT
+    with pytest.warns(UserWarning, match="attention runs on the xla path"):
+        assert backends.choose(None, heads, scores, plan) is backends.XLA
+    with pytest.raises(ValueError, match=r"^implementation: 'mosaic' cannot serve: .*; or of latents .*; pass 'xla'"):
+        backends.choose("mosaic", Heads(**LATENTS | {"num_kv_heads": 2}), scores, plan)
+    for head_dim in (64, 128):
+        assert "pages of their own" in HOPPER.why_not(Heads(8, 1, head_dim, head_dim, values_in_keys=True), DEVICE)
+    assert "Hopper GPU" in HOPPER_LATENT.why_not(heads, SimpleNamespace(platform="cpu", device_kind="cpu"))
+    sizes = {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": KEY}
+    by_default = make_plan(Forest.from_nodes([-1], [40], [0]), **sizes, value_head_dim=VALUE).arrays
+    assert HOPPER_LATENT.why_not(heads, DEVICE, scores, by_default) is None
+    assert "a scale of 0 or more" in HOPPER_LATENT.why_not(heads, DEVICE, Scores(-1.0))

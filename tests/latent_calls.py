@@ -1,0 +1,77 @@
+"""Calls of the Hopper kernels for latents, and what they should give: float64 attention of each request alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kernel_calls import Arrays, Exact, Heads, attend
+
+from codec_jax import DraftTrees, Forest, Plan, make_plan
+from codec_jax.planning import arrays_of
+from pallas_kernels import HOPPER_LATENT, Call, Scores
+from pallas_kernels.packing import Packing
+
+KEY, VALUE = 576, 512
+
+
+def latent_plan(forest: Forest, q_heads: int, **options: Any) -> Plan:
+    """Plan as for an H200, on any machine."""
+    sizes = {"num_ctas": 132, "tile_rows": Packing.of(q_heads).tile_rows, "block_tokens": 64, "lanes": 1}
+    heads = {"num_q_heads": q_heads, "num_kv_heads": 1, "head_dim": KEY, "value_head_dim": VALUE}
+    return make_plan(forest, **(heads | sizes | {"block_capacity": 256} | options))
+
+
+def attend_latents(
+    query: Any, pages: Any, forest: Forest, plan: Plan, planes: tuple[Any, ...] = (), softcap: float | None = None
+) -> Any:
+    """The output of the kernels, without what `forest_attention` does around them."""
+    forest = jax.tree.map(jnp.asarray, forest)
+    position = forest.positions(query.shape[1])
+    first = None if plan.arrays.window is None else plan.arrays.window.first_position(position)
+    call = Call(query, pages, None, position, first, arrays_of(forest), plan.arrays, plan.guard, *planes)
+    return HOPPER_LATENT.attend(call, Scores(0.1, softcap))[0]
+
+
+def random_arrays(forest: Forest, q_heads: int, dtype: Any, seed: int, query_tokens: int, num_pages: int) -> Arrays:
+    """A query and latents, which are the values as well."""
+    query, pages, _ = Arrays.random(forest, Heads(q_heads, 1, KEY), dtype, seed, query_tokens, num_pages)
+    return Arrays(query, pages, pages)
+
+
+def check_latents(
+    arrays: Arrays,
+    forest: Forest,
+    plan: Plan,
+    *,
+    requests: Any = None,
+    parent: list[list[int]] | None = None,
+    softcap: float | None = None,
+    implementation: str = "mosaic",
+) -> None:
+    """Compare output and residuals of some requests, or of all, with float64 attention; free request slots give 0.
+
+    The query may be float32, of numbers that the pages' dtype has.
+    """
+    drafts = None if parent is None else DraftTrees.from_parents(np.asarray(parent))
+    query, pages, _ = arrays
+    rounded = arrays._replace(query=query.astype(pages.dtype))
+    # A small scale, or the greatest of so many products would have all the weight.
+    given = {"scale": KEY**-0.5 / 2, "softcap": softcap}
+    out, residuals = attend(
+        query, pages, None, forest, plan, drafts=drafts, implementation=implementation, return_residuals=True, **given
+    )
+    assert (out.dtype, out.shape) == (query.dtype, (*query.shape[:3], VALUE))
+    out, row_max, row_sum = (np.asarray(x, np.float64) for x in (out, *residuals))
+    free = ~np.asarray(forest.active)
+    assert (out[free] == 0).all()
+    assert (row_max[free] == -np.inf).all()
+    assert (row_sum[free] == 0).all()
+    for request in np.flatnonzero(forest.active) if requests is None else requests:
+        above = None if parent is None else parent[request]
+        exact = Exact.of(rounded, forest, request, parent=above, window=plan.arrays.window, **given)
+        excess = np.abs(out[request] - exact.out[..., :VALUE]) - exact.error[..., :VALUE]
+        assert excess.max() <= 0, f"request {request}: error is {excess.max()} more than {exact.error.max()}"
+        with np.errstate(divide="ignore"):
+            logsumexp = row_max[request] + np.log(row_sum[request])
+        np.testing.assert_allclose(logsumexp, exact.logsumexp, atol=1e-4, rtol=1e-6)

@@ -1,0 +1,52 @@
+"""What stands in for `latent_products` where the GPU interpreter of Pallas runs the Hopper kernels for latents."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+from simulator import (
+    multiply,
+    multiply_values,
+    query_scratch,
+    query_tile,
+    query_views,
+    read,
+    see_completions,
+    view_units,
+)
+
+from pallas_kernels.hopper import latent, latent_products, tensor_core
+from pallas_kernels.hopper.latent_pipeline import LatentPipeline
+
+
+def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
+    """Let the kernels run in the interpreter."""
+    monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
+    for function in (query_scratch, query_views, view_units, multiply_values):
+        monkeypatch.setattr(tensor_core, function.__name__, function)
+    monkeypatch.setattr(latent_products, "multiply_latents", multiply_latents)
+
+    def then_see(role: str, see: Callable[[LatentPipeline, Any], None]) -> None:
+        work = getattr(latent, role)
+
+        def whole(pipeline: LatentPipeline) -> None:
+            work(pipeline)
+            see(pipeline, pipeline.refs)
+
+        monkeypatch.setattr(latent, role, whole)
+
+    then_see("load_blocks", lambda pipeline, refs: see_completions(pipeline, (refs.left_free, refs.right_free), ()))
+    then_see("prepare", lambda pipeline, refs: see_completions(pipeline, [refs.right_free], [refs.query_free.at[0]]))
+    then_see("score", lambda pipeline, refs: see_completions(pipeline, (), [refs.end_free.at[0]]))
+
+
+def multiply_latents(pipeline: LatentPipeline, stage: jax.Array, buffer: jax.Array) -> jax.Array:
+    """Return the products of the tile of the query and a block, [64, block]."""
+    refs = pipeline.refs
+    query, left = query_tile(pipeline, buffer), read(refs.left_ring.at[stage])
+    plgpu.barrier_wait(refs.right_full.at[stage])
+    return multiply(query, jnp.concatenate([left, read(refs.right_ring.at[stage])], axis=1).T)
