@@ -8,6 +8,7 @@ _MEASURING = (
     "traffic",
     "ablation",
     "scores",
+    "latent",
     "invariance",
     "tune",
     "ceilings",

@@ -110,3 +110,15 @@ SHAPES = [
     flat(1, 500_000),
     flat(16, 65_536),
 ]
+
+#: Roots of several lengths under several requests, and no sharing: for latents, of which a token has few bytes.
+LATENT = [
+    *(shared_root(root, requests, 256) for root in (4096, 32_768, 120_000) for requests in (16, 64, 256)),
+    *(flat(requests, length) for requests, length in ((16, 32_768), (64, 8192), (256, 4096))),
+]
+LATENT_PROBE = [
+    shared_root(4096, 256, 256),
+    shared_root(32_768, 64, 256),
+    shared_root(120_000, 16, 256),
+    flat(64, 8192),
+]

@@ -120,7 +120,8 @@ class Policy(Decoder):
         slots = row[:, None] * given.pages[0].key.shape[1] + given.length + token[None]
 
         def attend(query: Array, pages: Pages, scoring: Scoring) -> Array:
-            key, value = (array.astype(query.dtype) for array in (pages.key, pages.value))
+            key = pages.key.astype(query.dtype)
+            value = key if pages.value is None else pages.value.astype(query.dtype)
             return dense_attention(query, key, value, positions, scoring, attention_mask)
 
         x, written = self.embed(tokens), []

@@ -19,8 +19,8 @@ from codec_jax.forest.token_slots import both_in_bounds, copied, in_bounds, stor
 class LatentPages:
     """One latent vector and one rotated key per token, in the place of K and V of every head; all entries finite.
 
-    All heads share what a token has: there is one array, which is read as keys and as values. Like `KVPages` it is
-    immutable.
+    All heads share what a token has: there is one array, whose numbers are keys, and the first L of them values. Like
+    `KVPages` it is immutable.
     """
 
     latent: Float[Array, "num_pages page_size 1 L+rope"]
@@ -31,9 +31,9 @@ class LatentPages:
         return self.latent
 
     @property
-    def value(self) -> Float[Array, "num_pages page_size 1 L+rope"]:
-        """The pages as values, of which the first L numbers are meant: the same array."""
-        return self.latent
+    def value(self) -> None:
+        """None: values have no pages of their own, as `forest_attention` takes it."""
+        return None
 
     @property
     def quantisation(self) -> None:

@@ -45,7 +45,8 @@ class Intervals:
         self._homes = Homes(parallel.context, num_pages // parallel.context)
         self._windows = config.windows_used
         heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-        self._heads = Heads(*heads, config.head_dim, config.head_dim)
+        values = config.latent.size if config.latent else config.head_dim
+        self._heads = Heads(*heads, config.head_dim, values)
         tiling = default_tiling(self._heads)
         self._tile_rows = tiling.tile_rows
         self._block_tokens = tiling.block_for(self._heads.num_kv_heads, self._homes.pages * page_size, 0)
@@ -76,6 +77,7 @@ class Intervals:
                 num_q_heads=self._heads.num_q_heads,
                 num_kv_heads=self._heads.num_kv_heads,
                 head_dim=self._heads.head_dim,
+                value_head_dim=self._heads.value_head_dim,
                 steps=self._steps,
                 query_tokens=query_tokens,
                 window=window,

@@ -96,7 +96,7 @@ class MultiHeadLatentAttention(nnx.Module):
           slots: [B, T], from `Forest.slots`; NO_SLOT for what is not to be stored.
           pages: latents of this layer.
           attend: called with queries of the latents [B, T, N, L + rope], float32, the pages, and how the layer scores,
-            and returns [B, T, N, L + rope], of which the first L numbers are taken; a call of `forest_attention`.
+            and returns [B, T, N, L] or more, of which the first L numbers are taken; a call of `forest_attention`.
           parallel: the devices among which heads and pages are divided; one by default.
 
         Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 from small_checkpoints import assert_read_to_its_devices, write
 
 from codec_jax import DraftTrees, Forest, PagePool, Window, make_plan
+from codec_jax.attention import backends
 from codec_jax.nnx import (
     Decoder,
     DecoderConfig,
@@ -25,13 +27,16 @@ from codec_jax.nnx import (
     MultiHeadLatentAttention,
     Sampler,
     YarnScaling,
+    intervals,
     open_checkpoint,
     random_decoder,
 )
 from codec_jax.nnx.checkpoint_config import read_config
 from codec_jax.nnx.memory import pages_that_fit
 from codec_jax.nnx.mlp import Experts
+from codec_jax.planning import default_tiling, planner
 from codec_jax.rollout import Policy
+from pallas_kernels import HOPPER_LATENT
 
 LATENT = Latent(size=24, nope_dim=12, rope_dim=8, value_dim=10, query_size=20)
 MIXTURE = Mixture(
@@ -136,6 +141,29 @@ def test_windows_and_softcaps_go_with_latents() -> None:
     dense = Dense(sharp(config))
     sampler = Sampler(dense.model, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT)
     assert_logits_follow(sampler.start(PROMPTS), numbered(PROMPTS), dense)
+
+
+def test_a_decoder_of_deepseeks_sizes_reaches_the_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = Latent(size=512, nope_dim=12, rope_dim=64, value_dim=10)
+    config = replace(CONFIG, num_layers=1, latent=latent, head_dim=576, mixture=None, dtype=jnp.bfloat16)
+    hopper = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=132)
+    forest, _ = Forest.from_nodes([-1, 0, 0], [40, 3, 9], [1, 2]).reserve(PagePool.create(16, np.arange(5)), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda: [hopper])
+        for module in (intervals, planner):
+            patch.setattr(module, "default_tiling", default_tiling)
+        plan = intervals.Intervals(config, 1, 16, 16).plan(forest, 1, None)
+    family = HOPPER_LATENT._replace(why_not=lambda heads, _, *rest: HOPPER_LATENT.why_not(heads, hopper, *rest))
+    monkeypatch.setattr(backends, "BY_NAME", (family,))
+    model = Decoder(config, nnx.Rngs(0))
+    graph, weights = nnx.split(model)
+
+    def step(weights: Any, cache: Any) -> Any:
+        tokens = jnp.zeros((2, 1), jnp.int32)
+        return nnx.merge(graph, weights).decode(tokens, cache, forest.extend(), plan, implementation="mosaic")
+
+    traced = jax.jit(step).trace(weights, model.new_cache(16, 16))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
 def test_bfloat16_is_close_to_float32() -> None:
