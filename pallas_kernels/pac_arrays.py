@@ -88,12 +88,12 @@ def inputs_of(call: Call, sizes: PacSizes) -> dict[str, jax.Array]:
     return inputs
 
 
-def outputs_of(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
-    """Describe the partials, and what each thread block found of the plan's guard."""
+def outputs_of(call: Call, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Describe the partials, of so many columns, and what each thread block found of the plan's guard."""
     partials, num_ctas = call.plan.num_partials, call.plan.cta_begin.shape[0]
     groups = -(-num_ctas // plan_guard.GROUP)
     return {
-        "out": jax.ShapeDtypeStruct((partials, TILE_ROWS, call.plan.heads.value_head_dim), jnp.float32),
+        "out": jax.ShapeDtypeStruct((partials, TILE_ROWS, columns), jnp.float32),
         "max": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
         "sum": jax.ShapeDtypeStruct((partials, TILE_ROWS), jnp.float32),
         "violations": jax.ShapeDtypeStruct((groups * plan_guard.GROUP,), jnp.int32),

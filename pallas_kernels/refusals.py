@@ -7,10 +7,17 @@ from pallas_kernels.heads import Heads, Scores
 from pallas_kernels.plan_format import PlanArrays
 
 
+def of_values_in_keys(heads: Heads) -> str | None:
+    """Say why not, for values without pages of their own."""
+    return (
+        "it takes values with pages of their own, got keys that are the values as well" * heads.values_in_keys or None
+    )
+
+
 def of_head_sizes(heads: Heads, sizes: Iterable[int]) -> str | None:
     """Say why not, for heads of other sizes than these."""
-    if heads.values_in_keys:
-        return "it takes values with pages of their own, got keys that are the values as well"
+    if reason := of_values_in_keys(heads):
+        return reason
     if heads.head_dim in sizes and heads.value_head_dim == heads.head_dim:
         return None
     got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"

@@ -73,8 +73,9 @@ def keep(ref: Any, numbers: jax.Array) -> None:
 
 
 def copy_rows(source: Any, rows: Any, target: Any) -> None:
-    """Copy rows at once; those that do not exist become NaN."""
-    target[...] = source[...].at[rows[...][: target.shape[0]]].get(mode="fill", fill_value=jnp.nan)
+    """Copy rows at once, and zeros past their ends; those that do not exist become NaN."""
+    copied = source[...].at[rows[...][: target.shape[0]]].get(mode="fill", fill_value=jnp.nan)
+    target[...] = jnp.pad(copied, ((0, 0), (0, target.shape[1] - copied.shape[1])))
 
 
 def wait_for_threads() -> None:
@@ -100,7 +101,7 @@ def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> 
 
         @pl.when(place >= 0)
         def _store(i: int = i, place: jax.Array = place) -> None:
-            target[place] = rows[i]
+            target[place] = rows[i, : target.shape[1]]
 
 
 def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -95,7 +95,7 @@ class Arrays(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """Attention of one request's T tokens in float64: [T, N, H], [T, N] and [T, N, H]."""
+    """Attention of one request's T tokens in float64: [T, N, V], [T, N] and [T, N, V]."""
 
     out: np.ndarray
     logsumexp: np.ndarray  # -inf where a token sees nothing
@@ -121,7 +121,7 @@ class Exact(NamedTuple):
         slots = forest.context_slots(request)
         kv_heads = arrays.key_pages.shape[2]
         key, value = (
-            np.asarray(np.asarray(pages).reshape(-1, kv_heads, head_dim)[slots], np.float64).transpose(1, 0, 2)
+            np.asarray(np.asarray(pages).reshape(-1, kv_heads, pages.shape[3])[slots], np.float64).transpose(1, 0, 2)
             * np.broadcast_to(np.asarray(of_heads, np.float64), kv_heads)[:, None, None]
             for pages, of_heads in zip(arrays[1:], scales, strict=True)
         )
@@ -145,8 +145,7 @@ class Exact(NamedTuple):
         total = weights.sum(axis=-1, keepdims=True)
         weights = weights / np.where(total, total, 1.0)
         out, size = (
-            (weights @ v[:, None]).transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
-            for v in (value, np.abs(value))
+            (weights @ v[:, None]).transpose(2, 0, 1, 3).reshape(tokens, q_heads, -1) for v in (value, np.abs(value))
         )
         with np.errstate(divide="ignore"):
             logsumexp = (np.where(total, most, 0.0) + np.log(total))[..., 0]

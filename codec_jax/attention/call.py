@@ -107,9 +107,9 @@ def forest_attention(
       value_scale: the same for values.
       implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these or of one byte a number,
         H = V 64, 128 or 256; and, by name only, pages of 16 bits with H = 576, V = 512, K = 1 and value_pages None),
-        "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H = V 64, 128 or 256; on Hopper for
-        plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest of them that this
-        device and these shapes allow; where that is "xla" on a GPU, a warning says why.
+        "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H and V multiples of 8 up to 256; on
+        Hopper for plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest of them that
+        this device and these shapes allow; where that is "xla" on a GPU, a warning says why.
       return_residuals: also return the row maximum of the scores, scaled and capped, and the row sum of their
         exponentials, float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`). Sinks are in
         both, so partials that are merged later must not add them again.

@@ -32,9 +32,9 @@ _CHUNK = 8  # numbers of 2 bytes in 16 bytes
 _STEP = 16  # tokens of one product with V
 
 
-def place_of_chunk(row: Any, chunk: Any, head_dim: int) -> Any:
+def place_of_chunk(row: Any, chunk: Any, columns: int) -> Any:
     """Return where a chunk of a row lies in shared memory, in numbers from the first row on. Takes any integers."""
-    tile, row_of_tile = row // 8 * (head_dim // 64) + chunk // 8, row % 8
+    tile, row_of_tile = row // 8 * (columns // 64) + chunk // 8, row % 8
     return tile * 512 + row_of_tile * 64 + (chunk % 8 ^ row_of_tile) * _CHUNK
 
 
@@ -76,12 +76,12 @@ def copy_rows(source: Any, rows: Any, target: Any) -> None:
     """Begin to copy rows from global to shared memory.
 
     Args:
-      source: [n, H], of numbers of 2 bytes.
+      source: [n, H], of numbers of 2 bytes, H a multiple of 8.
       rows: int32 [S or more] in shared memory, the rows of `source`.
-      target: [S, H], in `TILED` shared memory.
+      target: [S, H or more], in `TILED` shared memory; columns past H become 0.
     """
-    head_dim, copied = source.shape[1], target.shape[0] * source.shape[1]
-    chunks = head_dim // _CHUNK
+    head_dim, (count, columns) = source.shape[1], target.shape
+    chunks, copied = columns // _CHUNK, count * columns
 
     # One operation for all copies of a thread: the time to find layouts grows with the number of operations.
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(TILED)))
@@ -90,17 +90,23 @@ def copy_rows(source: Any, rows: Any, target: Any) -> None:
         from_, rows_, to = _global(source), mgpu.utils.memref_ptr(rows), mgpu.utils.memref_ptr(target)
         thread = _by_thread(mgpu.utils.thread_idx())
         row_of_thread, chunk = thread // chunks, thread % chunks
-        column = arith.extui(long, _only(chunk * _CHUNK))
+        column, size = arith.extui(long, _only(chunk * _CHUNK)), None
+        if head_dim < columns:
+            word = ir.IntegerType.get_signless(32)
+            exists = arith.cmpi(arith.CmpIPredicate.ult, _only(chunk), mgpu.c(head_dim // _CHUNK, word))
+            column = arith.select(exists, column, mgpu.c(0, long))
+            size = arith.select(exists, mgpu.c(2 * _CHUNK, word), mgpu.c(0, word))  # the rest is filled with 0
         for begin in range(0, copied // _CHUNK, THREADS):
             row = row_of_thread + begin // chunks
             number = llvm.load(ir.IntegerType.get_signless(32), _at(rows_, [_only(row)], row.mlir_dtype))
             first = arith.muli(arith.extui(long, number), mgpu.c(head_dim, long))
-            place = _only(place_of_chunk(row, chunk, head_dim))
+            place = _only(place_of_chunk(row, chunk, columns))
             nvvm.cp_async_shared_global(
                 _at(to, [place], element),
                 _at(from_, [arith.addi(first, column)], element),
                 2 * _CHUNK,
                 nvvm.LoadCacheModifierKind.CG,
+                cp_size=size,
             )
 
     copy(source, rows, target)
@@ -170,9 +176,9 @@ def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> 
     """Store rows in global memory, each at a place of its own.
 
     Args:
-      target: [n, H].
-      places: int32 [rows, H], the row of `target`, the same in all columns; -1 for rows that are not stored.
-      rows: [rows, H].
+      target: [n, V], V a multiple of 8.
+      places: int32 [rows, V or more], the row of `target`, the same in all columns; -1 for rows that are not stored.
+      rows: [rows, V or more]; what is past V is left out.
       layout: that both have.
     """
 
@@ -183,10 +189,14 @@ def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> 
         indices = layout.to_mgpu().thread_idxs(rows.shape)
         registers = zip(places.registers.flat, rows.registers.flat, strict=True)
         for (_, column), (place, row) in zip(indices, registers, strict=True):
-            at = _element(place)
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, at, mgpu.c(0, number))):
+            at, column = _element(place), arith.index_castui(long, column)
+            exists = arith.cmpi(arith.CmpIPredicate.sge, at, mgpu.c(0, number))
+            if head_dim < rows.shape[1]:
+                within = arith.cmpi(arith.CmpIPredicate.ult, column, mgpu.c(head_dim, long))
+                exists = arith.andi(exists, within)
+            with mgpu.when(exists):
                 first = arith.muli(arith.extui(long, at), mgpu.c(head_dim, long))
-                first = arith.addi(first, arith.index_castui(long, column))
+                first = arith.addi(first, column)
                 llvm.store(row, _at(_global(target), [first], element))
 
     store(target, places, rows)

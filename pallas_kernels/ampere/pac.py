@@ -24,7 +24,7 @@ from pallas_kernels.ampere.instructions import TILED
 from pallas_kernels.ampere.pac_compute import compute
 from pallas_kernels.ampere.pac_load import Ahead, begin
 from pallas_kernels.ampere.pac_work import Numbers, Sizes, Work
-from pallas_kernels.ampere.tiling import stages_of
+from pallas_kernels.ampere.tiling import columns_of, stages_of
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
 from pallas_kernels.packing import TILE_ROWS
@@ -34,20 +34,22 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     """Compute the partials of all segments.
 
     Args:
-      call: query, keys and values are bfloat16 or float16, H a multiple of 64, page_tokens a multiple of 8.
+      call: query, keys and values are bfloat16 or float16, H, V and page_tokens multiples of 8.
       scores: what becomes of the products of query and keys.
 
-    Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
-    Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]: 1
+    Returns float32 out [num_partials, 64, V and zeros], normalised, max and sum [num_partials, 64]; max in units of
+    log2. Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]: 1
     where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
     """
     query, plan = call.query, call.plan
-    num_q_heads, head_dim = query.shape[2:]
+    head_dim, value_head_dim = plan.heads.head_dim, plan.heads.value_head_dim
     sizes = Sizes.of(
         call,
         scores,
-        stages_of(head_dim, plan.block_tokens),
-        num_q_heads=num_q_heads,
+        stages_of(plan.heads, plan.block_tokens),
+        key_columns=columns_of(head_dim),
+        value_columns=columns_of(value_head_dim),
+        num_q_heads=query.shape[2],
         num_kv_heads=plan.heads.num_kv_heads,
         num_blocks=plan.block_pages.shape[0],
     )
@@ -55,13 +57,13 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     inputs = {
         "query": query.reshape(-1, head_dim),  # [B x T x N, H]
         "keys": call.key_pages.reshape(-1, head_dim),  # [num_pages x page_tokens x K, H]
-        "values": call.value_pages.reshape(-1, head_dim),
+        "values": call.value_pages.reshape(-1, value_head_dim),
         **pac_arrays.inputs_of(call, sizes),
     }
     inputs["block_pages"] = plan.block_pages.reshape(-1)
     for name in sizes.token_planes:
         inputs[name] = getattr(call, name).reshape(-1)  # [blocks x block]
-    outputs = pac_arrays.outputs_of(call)
+    outputs = pac_arrays.outputs_of(call, sizes.value_columns)
     scratch = _scratch(sizes)
 
     def body(*refs: Any) -> None:
@@ -92,10 +94,10 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
 
 def _scratch(sizes: Sizes) -> dict[str, Any]:
     """Describe shared memory."""
-    ring = plgpu.SMEM((sizes.stages, sizes.block, sizes.head_dim), sizes.dtype, transforms=TILED)
+    blocks = sizes.stages, sizes.block
     return {
-        "query_tile": plgpu.SMEM((TILE_ROWS, sizes.head_dim), sizes.dtype, transforms=TILED),
-        "key_ring": ring,
-        "value_ring": ring,
+        "query_tile": plgpu.SMEM((TILE_ROWS, sizes.key_columns), sizes.dtype, transforms=TILED),
+        "key_ring": plgpu.SMEM((*blocks, sizes.key_columns), sizes.dtype, transforms=TILED),
+        "value_ring": plgpu.SMEM((*blocks, sizes.value_columns), sizes.dtype, transforms=TILED),
         "numbers": plgpu.SMEM((Numbers.count(), max(sizes.block, TILE_ROWS)), jnp.int32),  # `Numbers`
     }

@@ -44,7 +44,7 @@ _Entries = _Entry | list[jax.Array]  # or the planes of the mask, where those ar
 def compute(work: Work, segment: Segment, done: jax.Array, ahead: Ahead) -> Ahead:
     """Work off the blocks of a segment, `done` blocks after the thread block's first; return what is copied next."""
     # Two loops need registers for the addresses of both, which accumulators of 256 columns leave for one.
-    middle = jnp.int32(0) if work.sizes.head_dim > _TWO_LOOPS else segment.first_masked - segment.begin
+    middle = jnp.int32(0) if work.sizes.value_columns > _TWO_LOOPS else segment.first_masked - segment.begin
     # Asked for ahead of all else: what a mask needs takes two trips to memory.
     entries = _entries_of(work, segment.begin + middle)
     copy_query(work, segment)
@@ -70,7 +70,7 @@ def compute(work: Work, segment: Segment, done: jax.Array, ahead: Ahead) -> Ahea
         return state, ahead, following
 
     state = _init_state(work)
-    if work.sizes.head_dim <= _TWO_LOOPS:
+    if work.sizes.value_columns <= _TWO_LOOPS:
         state, ahead = lax.fori_loop(0, middle, whole, (state, ahead))
     _keep_mask(work, done + middle, planes)
     count = segment.end - segment.begin
@@ -82,7 +82,7 @@ def compute(work: Work, segment: Segment, done: jax.Array, ahead: Ahead) -> Ahea
 def _init_state(work: Work) -> _State:
     zeros = plgpu.layout_cast(jnp.full((TILE_ROWS, 64), 0, jnp.float32), PRODUCTS)
     return _State(
-        accs=[zeros] * (work.sizes.head_dim // 64),
+        accs=[zeros] * (work.sizes.value_columns // 64),
         max=plgpu.layout_cast(jnp.full((TILE_ROWS,), MASK_VALUE, jnp.float32), _ROWS),
         sum=plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), _ROWS),
     )

@@ -32,6 +32,8 @@ class Numbers(IntEnum):
 class Sizes(PacSizes):
     """All that is known when the kernel is compiled."""
 
+    key_columns: int  # of a row in shared memory: H, and zeros
+    value_columns: int
     num_q_heads: int
     num_kv_heads: int
     num_blocks: int

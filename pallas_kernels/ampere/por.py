@@ -43,9 +43,9 @@ class _Sizes(NamedTuple):
     merge: Merge
 
 
-def _layout(head_dim: int) -> Any:
+def _layout(columns: int) -> Any:
     """Give each row to a warp, and consecutive columns, 128 at a time at most, to its lanes."""
-    of_row = min(head_dim, 128)
+    of_row = min(columns, 128)
     tiling = plgpu.Tiling(((_WARPS, of_row), (of_row // _LANES,)))
     return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
 
@@ -56,17 +56,18 @@ def por(
     """Merge the partials of `pac`.
 
     Args:
-      out: float32 [partials, 64, H].
+      out: float32 [partials, 64, V and more].
       row_max: float32 [partials, 64], in units of log2.
       row_sum: float32 [partials, 64].
       violations: int32 [num_ctas, rounded up to a multiple of 128], not 0 where a thread block of PAC found that the
         plan does not hold.
       call: what they are partials of.
 
-    Returns out [B, T, N, H] in the query's dtype, 0 for free request slots, and the rows' max (natural log) and sum,
+    Returns out [B, T, N, V] in the query's dtype, 0 for free request slots, and the rows' max (natural log) and sum,
     float32 [tiles * K, 64]. Rows that saw no token have out 0 and sum 0. Everything is NaN if the plan does not hold.
     """
-    plan, (batch, tokens, num_q_heads, head_dim), dtype = call.plan, call.query.shape, call.query.dtype
+    plan, (batch, tokens, num_q_heads, _), dtype = call.plan, call.query.shape, call.query.dtype
+    value_head_dim, columns = plan.heads.value_head_dim, out.shape[2]
     num_groups = plan.merge_ptr.shape[0] - 1
     rows, turns = (4, (8,)) if num_groups < _MANY_GROUPS else (16, (2,))
     sizes = _Sizes(
@@ -75,14 +76,14 @@ def por(
         query_tokens=tokens,
         num_q_heads=num_q_heads,
         num_kv_heads=plan.heads.num_kv_heads,
-        merge=Merge(rows, turns, head_dim, plan.cta_begin.shape[0], _layout(head_dim), dtype),
+        merge=Merge(rows, turns, columns, plan.cta_begin.shape[0], _layout(columns), dtype),
     )
     inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
     names = [*inputs, "out", "max", "sum", "places"]
     kernel = plgpu.kernel(
         lambda *refs: _merge(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
         out_type=[
-            jax.ShapeDtypeStruct((batch * tokens * num_q_heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((batch * tokens * num_q_heads, value_head_dim), dtype),
             *por_rows.rows_of_groups(num_groups),
         ],
         scratch_types=[plgpu.SMEM((THREADS,), jnp.int32)],
@@ -91,7 +92,7 @@ def por(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     merged, merged_max, merged_sum = kernel(*inputs.values())
-    return merged.reshape(call.query.shape), merged_max, merged_sum
+    return merged.reshape(batch, tokens, num_q_heads, value_head_dim), merged_max, merged_sum
 
 
 def _merge(refs: Any, sizes: _Sizes) -> None:

@@ -25,38 +25,39 @@ class Block(NamedTuple):
     stages: int  # blocks in shared memory: the one that is worked on, and those on their way
     together: int  # thread blocks that share a multiprocessor, on most of these GPUs
 
-    def shared_bytes(self, head_dim: int) -> int:
+    def shared_bytes(self, columns: int) -> int:
         """Shared memory of a thread block: a tile of the query, rings of K and V, and seven numbers of each token."""
-        return 2 * head_dim * (TILE_ROWS + 2 * self.stages * self.tokens) + 4 * 7 * max(self.tokens, TILE_ROWS)
+        return 2 * columns * (TILE_ROWS + 2 * self.stages * self.tokens) + 4 * 7 * max(self.tokens, TILE_ROWS)
 
 
-#: By shared memory of a multiprocessor in KiB, at least, and by head size: everything fits, and copies are on their way
-#: while a block is worked on. Of those that fit, 64 tokens by two for heads of 128 were the fastest on an H200.
+#: By shared memory of a multiprocessor in KiB, at least, and by columns of a row: everything fits, and copies are on
+#: their way while a block is worked on. Of those that fit, 64 tokens by two for heads of 128 took least on an H200.
 BLOCKS = {
     99: {64: Block(128, 2, 1), 128: Block(64, 2, 1), 256: Block(32, 2, 1)},
     163: {64: Block(128, 2, 2), 128: Block(32, 3, 2), 256: Block(32, 2, 1)},
     227: {64: Block(128, 2, 2), 128: Block(64, 2, 2), 256: Block(32, 2, 1)},
 }
 _LANES = 1
+_CHUNK = 8  # numbers that are copied at a time
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _JAX = (0, 11)  # the first version with warp-level products
 
 
-def block_of(head_dim: int, device: Any) -> Block:
-    """Return how thread blocks work on a device."""
-    kib = SHARED_KIB[str(device.compute_capability)]
-    return BLOCKS[max(size for size in BLOCKS if size <= kib)][head_dim]
+def columns_of(head_dim: int) -> int:
+    """Return the columns that a row of so many numbers has in shared memory; those past its end are 0."""
+    return next(columns for columns in BLOCKS[min(BLOCKS)] if columns >= head_dim)
 
 
-def stages_of(head_dim: int, block_tokens: int) -> int:
+def stages_of(heads: Heads, block_tokens: int) -> int:
     """Return how many blocks are in shared memory."""
-    fitting = [sizes[head_dim] for sizes in BLOCKS.values()]
+    fitting = [sizes[_columns(heads)] for sizes in BLOCKS.values()]
     return next(block.stages for block in fitting if block.tokens == block_tokens)
 
 
 def tiling(heads: Heads, device: Any) -> Tiling:
     """Return how plans are to be cut."""
-    block = block_of(heads.head_dim, device)
+    kib = SHARED_KIB[str(device.compute_capability)]
+    block = BLOCKS[max(size for size in BLOCKS if size <= kib)][_columns(heads)]
     tile_rows = Packing.of(heads.group).tile_rows
     return Tiling(device.core_count * block.together, tile_rows, _LANES, (block.tokens, block.tokens))
 
@@ -70,6 +71,14 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
         return f"it needs JAX {'.'.join(map(str, _JAX))} or later, got {jax.__version__}"
     if heads.query_dtype not in _DTYPES or heads.kv_dtype != heads.query_dtype:
         return f"it takes bfloat16 or float16, the same for all, got {heads.query_dtype} and {heads.kv_dtype}"
-    if reason := refusals.of_head_sizes(heads, BLOCKS[min(BLOCKS)]) or refusals.of_scores(scores):
+    if reason := refusals.of_values_in_keys(heads) or refusals.of_scores(scores):
         return reason
+    sizes, most = (heads.head_dim, heads.value_head_dim), max(BLOCKS[min(BLOCKS)])
+    if max(sizes) > most or any(size % _CHUNK for size in sizes):
+        return f"it takes head sizes of at most {most}, multiples of {_CHUNK}, got {sizes[0]} and {sizes[1]} for values"
     return refusals.of_plan(plan, tiling(heads, device), " (make_plan with tile_rows, lanes and block_tokens)")
+
+
+def _columns(heads: Heads) -> int:
+    """Return the columns of the wider ones of keys and values."""
+    return columns_of(max(heads.head_dim, heads.value_head_dim))

@@ -62,7 +62,7 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
     for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
-    outputs = pac_arrays.outputs_of(call)
+    outputs = pac_arrays.outputs_of(call, call.plan.heads.value_head_dim)
     scratch = _scratch(sizes)
 
     def body(*refs: Any) -> None:

@@ -19,7 +19,7 @@ from codec_jax.attention.xla import XLA
 from codec_jax.planning import arrays_of
 from pallas_kernels import AMPERE, Call, Scores
 from pallas_kernels import Heads as AllHeads
-from pallas_kernels.ampere.tiling import BLOCKS, SHARED_KIB
+from pallas_kernels.ampere.tiling import BLOCKS, SHARED_KIB, columns_of
 
 if not hasattr(plgpu, "mma"):
     pytest.skip("before JAX 0.11 there are no warp-level products", allow_module_level=True)
@@ -44,7 +44,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def ampere_plan(forest: Forest, heads: Heads, **options: Any) -> Plan:
     """Plan with one lane, and blocks of one of the sizes above."""
-    sizes = {"lanes": 1, "block_tokens": BLOCKS[99][heads.dim].tokens, "num_ctas": 2, "block_capacity": 0}
+    sizes = {"lanes": 1, "block_tokens": BLOCKS[99][columns_of(heads.dim)].tokens, "num_ctas": 2, "block_capacity": 0}
     return plan_of(forest, heads, **(sizes | options))
 
 
@@ -71,6 +71,8 @@ CASES = {
         Tree([-1, 0, 0], [300, 9, 130], [2, 1]), Heads(1, 1, 128), num_ctas=1, block_tokens=32
     ),
     "parts of pages": Case(SIX, Heads(4, 1, 128), page_size=256, num_ctas=1, block_tokens=64, dtype=jnp.float16),
+    "heads of 96": Case(SIX, Heads(4, 2, 96), block_tokens=64),
+    "heads of 112, causal, a window": Case(TREE, Heads(3, 1, 112), query_tokens=2, block_tokens=32, window=90),
     "heads of 256": Case(SIX, Heads(2, 1, 256), page_size=8, block_tokens=32, dtype=jnp.float16),
     "more thread blocks than work": Case(Tree([-1], [5], [0]), Heads(4, 2, 64), num_ctas=5),
     "several tiles, causal, rows in any order": Case(
@@ -108,6 +110,16 @@ def test_interpreted_kernels_equal_dense_attention(case: Case, monkeypatch: pyte
     num_pages = len(forest.used_pages) + 1
     arrays = Arrays.random(forest, case.heads, case.dtype, 0, case.query_tokens, num_pages)
     check(arrays, forest, plan, implementation="ampere", softcap=case.softcap, sinks=case.sinks)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(192, 128), (40, 72)])
+def test_values_may_have_another_size_than_keys(head_dim: int, value_head_dim: int) -> None:
+    heads, forest = Heads(4, 2, head_dim), Forest.from_nodes(*SIX)
+    plan = ampere_plan(forest, heads, block_tokens=32 if head_dim == 192 else 64, value_head_dim=value_head_dim)
+    query, keys, _ = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=32)
+    _, _, values = Arrays.random(forest, Heads(4, 2, value_head_dim), jnp.bfloat16, 1, num_pages=32)
+    check(Arrays(query, keys, values), forest, plan, implementation="ampere")
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -206,6 +218,7 @@ def attend_ampere(query: Any, pages: Any, forest: Forest, plan: Plan, *planes: A
     [
         *((Heads(32, 8, dim), {"block_tokens": block}) for dim, block in CONFIGS),
         (Heads(28, 4, 128), {"query_tokens": 2, "page_size": 8, "block_tokens": 32}),
+        (Heads(32, 8, 96), {"query_tokens": 2}),
         (Heads(71, 1, 64), {"page_size": 64, "window": 100}),
         (Heads(8, 4, 256), {"query_tokens": 3, "page_size": 256, "window": Window(64, chunked=True)}),
         (Heads(32, 8, 128), {"query_tokens": 9, "drafts": True}),
@@ -255,8 +268,10 @@ def device(capability: str = "8.0", platform: str = "gpu", kind: str = "a test's
             {"pages": jnp.float8_e4m3fn},
             "it takes bfloat16 or float16, the same for all, got bfloat16 and float8_e4m3fn",
         ),
-        ({"head_dim": 96}, "head sizes 64, 128, 256, the same for keys and values, got 96 for keys and 96 for values"),
-        ({"value_head_dim": 64}, "the same for keys and values, got 128 for keys and 64 for values"),
+        ({"head_dim": 96}, None),
+        ({"value_head_dim": 64}, None),
+        ({"head_dim": 264}, "head sizes of at most 256, multiples of 8, got 264 and 264 for values"),
+        ({"value_head_dim": 60}, "head sizes of at most 256, multiples of 8, got 128 and 60 for values"),
         ({"lanes": 2}, "it takes plans of 64 rows a tile, 1 lane and blocks of 32 tokens .*, got .* 2 lanes"),
         ({"tile_rows": 16}, "it takes plans of 64 rows a tile, .*, got 16 rows"),
         ({"block_tokens": 64}, "blocks of 32 tokens .*, got .* blocks of 64 tokens"),
@@ -330,6 +345,6 @@ def test_a_plan_is_cut_for_the_device_that_it_is_made_on(monkeypatch: pytest.Mon
 
 def test_without_kernels_the_xla_path_serves_and_a_warning_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [device("8.0")])
-    plan = plan_of(Forest.from_nodes([-1], [40], [0]), Heads(8, 2, 96))
+    plan = plan_of(Forest.from_nodes([-1], [40], [0]), Heads(8, 2, 320))
     with pytest.warns(UserWarning, match=r"the xla path, .*; not on 'mosaic': .*; not on 'ampere': .*head sizes"):
-        assert backends.choose(None, AllHeads(8, 2, 96, 96), Scores(1.0), plan.arrays) is XLA
+        assert backends.choose(None, AllHeads(8, 2, 320, 320), Scores(1.0), plan.arrays) is XLA

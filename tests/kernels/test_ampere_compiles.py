@@ -57,6 +57,7 @@ GPUS = {
     "sm_100": Gpu("NVIDIA B200", "10.0", 148, 233472, 132120576, ACCELERATED),
     "sm_120": Gpu("NVIDIA GeForce RTX 5090", "12.0", 170, 102400, 100663296, ACCELERATED),
 }
+DIMS = (64, 96, 128, 256)
 #: Bytes of a thread's registers that may go to memory; where heads have 256 columns, 128 registers are accumulators.
 SPILLED = {("sm_120", 256): 32}
 
@@ -99,7 +100,7 @@ with mock.patch.object(utils, "_infer_arch", lambda: tuple(map(int, capability.s
 @pytest.mark.parametrize("name", GPUS)
 def test_kernels_compile_and_fit(name: str) -> None:
     gpu, tests = GPUS[name], Path(__file__).parents[1]
-    calls = [(dim, tokens, window) for dim in (64, 128, 256) for tokens, window in ((1, None), (4, 100))]
+    calls = [(dim, tokens, window) for dim in DIMS for tokens, window in ((1, None), (4, 100))]
     paths = os.pathsep.join([str(tests), str(tests / "kernels"), str(tests.parent)])
     environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     argument = json.dumps([gpu.target, gpu.capability, gpu.multiprocessors, calls])
@@ -115,6 +116,6 @@ def test_kernels_compile_and_fit(name: str) -> None:
     assert len(registers) == 2 * len(calls)
     spilled = [int(size) for size in re.findall(r"stack frame, (\d+) bytes spill stores", said)]
     print(f"{name}: registers {registers}, spilled {spilled}, shared {shared}")
-    by_dim = {dim: max(spilled[4 * i : 4 * i + 4]) for i, dim in enumerate((64, 128, 256))}
+    by_dim = {dim: max(spilled[4 * i : 4 * i + 4]) for i, dim in enumerate(DIMS)}
     assert len(spilled) == 2 * len(calls)
     assert all(size <= SPILLED.get((name, dim), 0) for dim, size in by_dim.items()), by_dim
