@@ -76,11 +76,11 @@ def test_random_families_of_prompts_are_prefilled_exactly(setup: Setup, tokens: 
 def test_prompts_of_any_number_and_length_take_few_programs(sampler: Sampler) -> None:
     """One for up to 8 chunks, one for up to 32."""
     rng = np.random.default_rng(0)
-    compiled = sampler._prefill._cache_size()
+    compiled = sampler._prefill.jitted._cache_size()
     for _ in range(12):
         common = LONG[: rng.integers(40)]
         sampler.start([common + LONG[rng.integers(60) :][: rng.integers(1, 50)] for _ in range(rng.integers(1, 9))])
-    assert sampler._prefill._cache_size() <= compiled + 2
+    assert sampler._prefill.jitted._cache_size() <= compiled + 2
 
 
 def test_prefill_computes_every_shared_token_once(sampler: Sampler) -> None:
