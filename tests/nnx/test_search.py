@@ -101,7 +101,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     return Both(tmp_path_factory.mktemp("checkpoint"))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     prompt=st.sampled_from([*PROMPTS, LONG[:30], [7]]),
     beams=st.integers(1, 4),

@@ -164,7 +164,7 @@ def test_the_command_prints_a_table_and_writes_it_where_it_is_found(gpu, monkeyp
 
 
 def test_a_layout_that_the_kernels_do_not_take_is_refused(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["profile", "--head-dim", "96"])
+    monkeypatch.setattr(sys, "argv", ["profile", "--head-dim", "320"])
     with pytest.raises(SystemExit):
         profile.main()
     assert "it takes head sizes 64, 128, 256" in capsys.readouterr().err
