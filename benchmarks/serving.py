@@ -64,7 +64,7 @@ def main() -> None:
     if not arguments.tiny:
         parse(parser)
     models = {"tiny": TINY} if arguments.tiny else {name: PUBLISHED[name] for name in arguments.model_sizes}
-    sizes = {name: getattr(arguments, name) for name in SIZES}
+    sizes = {name: getattr(arguments, name) for name in SIZES} | {"max_context": arguments.max_context}
     rows = (
         {"workload": arguments.workload, "model": name} | row
         for name, config in models.items()
@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, help="of each sample (default: 512) or answer (default: 128)")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, help="of the engine")
+    parser.add_argument("--max-context", type=int, help="of the engine; defaults to the longest of all cases")
     return parser
 
 
@@ -120,8 +121,11 @@ def measure_all(model: Decoder, cases: list[Case], variants: list[str], sizes: d
     """Yield a row for every variant of every case; one that fails says why, and does not end it."""
     common = conditions(layout_of(model.config)._replace(page_size=sizes["page_size"]))
     common["dtype"] = jnp.dtype(model.config.dtype).name
-    for case in cases:
-        offered = case.load(model.config.vocab_size)
+    loads = [case.load(model.config.vocab_size) for case in cases]
+    # The longest of all cases: so their engines share what is compiled.
+    longest = max(len(each.prompt) + each.new_tokens for offered in loads for each in offered)
+    sizes = sizes | {"max_context": sizes.get("max_context") or longest}
+    for case, offered in zip(cases, loads, strict=True):
         for variant in tqdm(variants):
             with GPU.taken():
                 row = attempt(partial(measure, model, offered, variant, sizes), "seconds", "error")
@@ -131,8 +135,7 @@ def measure_all(model: Decoder, cases: list[Case], variants: list[str], sizes: d
 def measure(model: Decoder, offered: list[Offered], variant: str, sizes: dict) -> dict:
     """Run one variant of one case."""
     gc.collect()  # the pages of the engine before: its patches made cycles
-    longest = max(len(each.prompt) + each.new_tokens for each in offered)
-    engine = Engine(model, max_context=longest, **sizes)
+    engine = Engine(model, **sizes)
     with VARIANTS[variant](engine, offered):
         engine.warm_up()
         row = replay(engine, offered)
