@@ -63,7 +63,7 @@ def main() -> None:
     rows = collect(measured, arguments.json)
     tables = [(head_dim, table, best(rows, head_dim, table)) for head_dim in arguments.head_dim for table in TABLES]
     for head_dim, table, block in tables:
-        print(f"head size {head_dim}, {table}: best {block}, at present {BLOCKS[head_dim][TABLES.index(table)]}")
+        print(f"head size {head_dim}, {table}: best {block}, at present {BLOCKS[head_dim, head_dim][TABLES.index(table)]}")
     unserved = [
         f"no block serves all forests of head size {head_dim}, {table}" for head_dim, table, b in tables if not b
     ]
@@ -92,7 +92,7 @@ def measure(block: Block, layout: Layout, prepare: Callable[[], tuple[Callable[[
     """Measure one block, while planning and the kernels find it for any work; then put back what was there."""
     timed, common = prepare()
     try:
-        with patch.dict(BLOCKS, {layout.head_dim: (block, block)}):
+        with patch.dict(BLOCKS, {(layout.head_dim, layout.head_dim): (block, block)}):
             forget_programs()
             return common | attempt(timed, "kernel_us", "error")
     finally:

@@ -19,7 +19,8 @@ class PacSizes:
     packing: Packing
     batch: int
     query_tokens: int
-    head_dim: int
+    head_dim: int  # H of query and keys
+    value_head_dim: int  # V
     page_tokens: int
     pages_per_block: int
     stages: int
@@ -40,6 +41,7 @@ class PacSizes:
             batch=batch,
             query_tokens=tokens,
             head_dim=head_dim,
+            value_head_dim=plan.heads.value_head_dim,
             page_tokens=plan.page_tokens,
             pages_per_block=plan.block_pages.shape[1],
             stages=stages,

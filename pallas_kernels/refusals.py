@@ -14,14 +14,15 @@ def of_values_in_keys(heads: Heads) -> str | None:
     )
 
 
-def of_head_sizes(heads: Heads, sizes: Iterable[int]) -> str | None:
-    """Say why not, for heads of other sizes than these."""
+def of_head_sizes(heads: Heads, sizes: Iterable[tuple[int, int]]) -> str | None:
+    """Say why not, for heads of other sizes than these, of keys and of values."""
     if reason := of_values_in_keys(heads):
         return reason
-    if heads.head_dim in sizes and heads.value_head_dim == heads.head_dim:
+    got = heads.head_dim, heads.value_head_dim
+    if got in sizes:
         return None
-    got = f"{heads.head_dim} for keys and {heads.value_head_dim} for values"
-    return f"it takes head sizes {', '.join(map(str, sizes))}, the same for keys and values, got {got}"
+    taken = ", ".join(f"{keys} and {values}" for keys, values in sizes)
+    return f"it takes head sizes of keys and values of {taken}, got {got[0]} and {got[1]}"
 
 
 def of_scores(scores: Scores | None) -> str | None:

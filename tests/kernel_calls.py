@@ -25,6 +25,11 @@ class Heads(NamedTuple):
     q: int
     kv: int
     dim: int
+    values: int | None = None  # the size of values, where it is another
+
+    @property
+    def value_dim(self) -> int:
+        return self.dim if self.values is None else self.values
 
 
 def plan_of(forest: Forest, heads: Heads, **options: Any) -> Plan:
@@ -32,12 +37,13 @@ def plan_of(forest: Forest, heads: Heads, **options: Any) -> Plan:
     sizes = {
         "num_ctas": 132,
         "tile_rows": Packing.of(heads.q // heads.kv).tile_rows,
-        "block_tokens": BLOCKS.get(heads.dim, BLOCKS[128])[1].tokens,
+        "block_tokens": BLOCKS.get((heads.dim, heads.value_dim), BLOCKS[128, 128])[1].tokens,
         "lanes": 2,
         "min_wide_tokens": 24,
         "block_capacity": 256,
     }
-    return make_plan(forest, num_q_heads=heads.q, num_kv_heads=heads.kv, head_dim=heads.dim, **(sizes | options))
+    sizes |= {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim, "value_head_dim": heads.value_dim}
+    return make_plan(forest, **(sizes | options))
 
 
 def attend_hopper(
@@ -58,7 +64,12 @@ def attend_hopper(
     return HOPPER.attend(call, Scores(0.1, softcap))[0]
 
 
-CONFIGS = sorted({(dim, block.tokens) for dim, blocks in BLOCKS.items() for block in blocks})
+#: Heads of every size, each with every block that the kernels have for it.
+CONFIGS = [
+    (Heads(32, 8, keys, None if values == keys else values), tokens)
+    for (keys, values), blocks in BLOCKS.items()
+    for tokens in sorted({block.tokens for block in blocks})
+]
 
 
 class Arrays(NamedTuple):
@@ -83,11 +94,11 @@ class Arrays(NamedTuple):
         rng = np.random.default_rng(seed)
         query = rng.normal(size=(forest.request_capacity, query_tokens, heads.q, heads.dim))
         query[~forest.active] = np.nan
-        shape = (num_pages * forest.page_size, heads.kv, heads.dim)
         read = [forest.context_slots(request) for request in np.flatnonzero(forest.active)]
         slots = np.unique(np.concatenate(read))
         pages = []
-        for sign in (1, -1):
+        for sign, head_dim in ((1, heads.dim), (-1, heads.value_dim)):
+            shape = (num_pages * forest.page_size, heads.kv, head_dim)
             tokens = np.full(shape, sign * float(jnp.finfo(kv_dtype).max), np.float32)
             tokens[slots] = rng.standard_normal(size=(len(slots), *shape[1:]), dtype=np.float32)
             pages.append(jnp.asarray(tokens, kv_dtype).reshape(num_pages, forest.page_size, *shape[1:]))

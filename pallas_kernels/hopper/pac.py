@@ -44,18 +44,18 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
 
     Args:
       call: the query is bfloat16 or float16, and so are keys and values; or these have one byte a number, and the query
-        is float16. H is a multiple of 64, page_tokens of 8.
+        is float16. H and V are those of `tiling.BLOCKS`, page_tokens is a multiple of 8.
       scores: what becomes of the products of query and keys.
 
-    Returns float32 out [num_partials, 64, H], normalised, max and sum [num_partials, 64]; max in units of log2.
+    Returns float32 out [num_partials, 64, V], normalised, max and sum [num_partials, 64]; max in units of log2.
     Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]: 1
     where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
     """
     query, plan = call.query, call.plan
     batch, tokens, num_q_heads, head_dim = query.shape
-    stages = stages_of(head_dim, plan.block_tokens, call.key_pages.dtype)
-    assert stages is not None  # or `why_not` would have said so
     assert call.value_pages is not None
+    stages = stages_of((head_dim, call.value_pages.shape[3]), plan.block_tokens, call.key_pages.dtype)
+    assert stages is not None  # or `why_not` would have said so
     sizes = Sizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype)
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),
@@ -107,14 +107,17 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
     """Describe shared memory and barriers."""
     swizzle = plgpu.SwizzleTransform(128)
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
-    ring_shape = (sizes.stages, sizes.block, sizes.head_dim)
-    ring = plgpu.SMEM(ring_shape, sizes.kv_dtype, transforms=widen.ring_transforms(sizes))
+
+    def ring(columns: int) -> Any:
+        shape = sizes.stages, sizes.block, columns
+        return plgpu.SMEM(shape, sizes.kv_dtype, transforms=widen.ring_transforms(sizes))
+
     state = (plgpu.TilingTransform((8, 32)), swizzle)
     copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
     return {
         "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled),  # `Query`
-        "key_ring": ring,  # [stages, block, H]
-        "value_ring": ring,
+        "key_ring": ring(sizes.head_dim),
+        "value_ring": ring(sizes.value_head_dim),
         **widen.scratch(sizes, tiled),
         # Readers, and positions with causal masks and windows, of each token.
         "mask": plgpu.SMEM((sizes.stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),

@@ -108,7 +108,7 @@ def _init_state(pipeline: Pipeline) -> _State:
     columns, rows = pipeline.sizes.acc_columns, plgpu.Layout.WGMMA.reduce(1)
     zeros = plgpu.layout_cast(jnp.full((TILE_ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA)
     return _State(
-        accs=[zeros] * (pipeline.sizes.head_dim // columns),
+        accs=[zeros] * (pipeline.sizes.value_head_dim // columns),
         max=plgpu.layout_cast(jnp.full((TILE_ROWS,), MASK_VALUE, jnp.float32), rows),
         sum=plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), rows),
     )
@@ -134,7 +134,7 @@ def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: _State, maske
     rounded = clear_other_rows(visible, weights.astype(sizes.dtype))
     row_sum = state.sum * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
     plgpu.barrier_wait(pipeline.full(refs.values_full, segment, number))
-    values = in_sixteen_bits(pipeline, refs.value_ring, stage)  # [block, H]
+    values = in_sixteen_bits(pipeline, refs.value_ring, stage)  # [block, V]
     accs = tensor_core.multiply_values(pipeline, accs, rounded, values)  # [64, columns] each
     _release(segment, refs.values_free, stage)
     return _State(accs, row_max, row_sum)

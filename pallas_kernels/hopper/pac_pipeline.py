@@ -69,8 +69,8 @@ class Sizes(PacSizes):
 
     @property
     def acc_columns(self) -> int:
-        """Columns of the head that one accumulator holds."""
-        return self.head_dim if self.head_dim <= 128 else 64
+        """Columns of the values that one accumulator holds."""
+        return self.value_head_dim if self.value_head_dim <= 128 else 64
 
     @property
     def query_parts(self) -> int:

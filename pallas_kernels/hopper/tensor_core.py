@@ -47,7 +47,7 @@ def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array
 
 
 def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
-    """Add the products of weights [64, block] and a block of values [block, H] to accumulators, [64, acc_columns].
+    """Add the products of weights [64, block] and a block of values [block, V] to accumulators, [64, acc_columns].
 
     Weights are in registers, or a reference.
     """

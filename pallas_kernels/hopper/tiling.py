@@ -19,13 +19,22 @@ class Block(NamedTuple):
     stages: int  # blocks in flight
 
 
-#: Where thread blocks have little to do, short blocks, which can be dealt out more evenly and are done sooner after the
+#: By the head size of keys, and of values. Where thread blocks have little to do, short blocks, which can be dealt out more evenly and are done sooner after the
 #: last load; where they have much, long ones, which keep the tensor cores busy. `python -m benchmarks.tune` measures
 #: the alternatives.
-BLOCKS = {64: (Block(128, 3), Block(128, 3)), 128: (Block(64, 2), Block(128, 2)), 256: (Block(64, 2), Block(64, 2))}
+BLOCKS = {
+    (64, 64): (Block(128, 3), Block(128, 3)),
+    (128, 128): (Block(64, 2), Block(128, 2)),
+    (192, 128): (Block(64, 3), Block(64, 3)),
+    (256, 256): (Block(64, 2), Block(64, 2)),
+}
 #: The same where K and V have one byte a number: blocks in flight are half as large, and each computing warpgroup has
 #: room for one block of 16 bits.
-_ONE_BYTE = {64: (Block(128, 4), Block(128, 4)), 128: (Block(64, 4), Block(128, 2)), 256: (Block(64, 2), Block(64, 2))}
+_ONE_BYTE = {
+    (64, 64): (Block(128, 4), Block(128, 4)),
+    (128, 128): (Block(64, 4), Block(128, 2)),
+    (256, 256): (Block(64, 2), Block(64, 2)),
+}
 #: What is much, in KV tokens for each thread block. Tokens that another tile reads again wait for no memory, so that
 #: arithmetic decides sooner.
 _MUCH = (4096, 512)
@@ -36,15 +45,15 @@ _ONE_BYTE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 def tiling(heads: Heads, device: jax.Device) -> Tiling:
     """Return how plans are to be cut."""
-    little, much = BLOCKS[heads.head_dim]
+    little, much = BLOCKS[heads.head_dim, heads.value_head_dim]
     tile_rows = Packing.of(heads.group).tile_rows
     return Tiling(device.core_count, tile_rows, _LANES, (little.tokens, much.tokens), _MUCH)
 
 
-def stages_of(head_dim: int, block_tokens: int, kv_dtype: Any) -> int | None:
-    """Return how many blocks are in flight, or None for a block that the kernels do not take."""
+def stages_of(head_dims: tuple[int, int], block_tokens: int, kv_dtype: Any) -> int | None:
+    """Return how many blocks are in flight, of keys and values of these sizes; None for a block that is not taken."""
     blocks = _ONE_BYTE if jnp.dtype(kv_dtype).itemsize == 1 else BLOCKS
-    return next((block.stages for block in blocks[head_dim] if block.tokens == block_tokens), None)
+    return next((block.stages for block in blocks[head_dims] if block.tokens == block_tokens), None)
 
 
 def why_not_on(device: Any) -> str | None:
@@ -64,6 +73,7 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
             "it takes bfloat16 or float16, the same for all, or float8_e4m3fn or float8_e5m2 for keys and values, "
             f"got {heads.query_dtype} and {heads.kv_dtype}"
         )
-    if reason := refusals.of_head_sizes(heads, BLOCKS) or refusals.of_scores(scores):
+    blocks = BLOCKS if is_sixteen_bits else _ONE_BYTE
+    if reason := refusals.of_head_sizes(heads, blocks) or refusals.of_scores(scores):
         return reason
     return refusals.of_plan(plan, tiling(heads, device))

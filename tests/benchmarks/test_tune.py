@@ -20,7 +20,7 @@ def in_force(head_dim: int) -> Block:
     """The block with which kernels would run now, whatever the work."""
     little, much = tiling(Heads(32, 8, head_dim, head_dim), DEVICE).block_tokens
     assert little == much
-    return Block(little, stages_of(head_dim, little, jnp.bfloat16))
+    return Block(little, stages_of((head_dim, head_dim), little, jnp.bfloat16))
 
 
 def test_forests_that_are_tuned_on_have_much_and_little_work_and_every_kind_of_tile():
@@ -42,7 +42,7 @@ def test_a_forest_is_tuned_for_the_work_that_it_has():
 
 
 def test_the_blocks_that_are_tried_fit_and_include_those_in_force():
-    assert all(set(BLOCKS[head_dim]) <= set(tune.candidates(head_dim)) for head_dim in tune.HEAD_DIMS)
+    assert all(set(BLOCKS[head_dim, head_dim]) <= set(tune.candidates(head_dim)) for head_dim in tune.HEAD_DIMS)
     # K and V, 64 tokens of 256 values of 2 bytes: 64 KiB a stage.
     assert tune.candidates(256) == [Block(64, 2), Block(64, 3)]
 
@@ -50,7 +50,7 @@ def test_the_blocks_that_are_tried_fit_and_include_those_in_force():
 def test_every_block_is_measured_while_planning_and_kernels_find_it(monkeypatch):
     def found() -> dict:
         blocks.append(in_force(128))
-        assert BLOCKS[64] == before[64]
+        assert BLOCKS[64, 64] == before[64]
         calls.append(attend_with("mosaic"))
         return {"kernel_us": 1.0}
 

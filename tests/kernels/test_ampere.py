@@ -115,11 +115,9 @@ def test_interpreted_kernels_equal_dense_attention(case: Case, monkeypatch: pyte
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("head_dim", "value_head_dim"), [(192, 128), (40, 72)])
 def test_values_may_have_another_size_than_keys(head_dim: int, value_head_dim: int) -> None:
-    heads, forest = Heads(4, 2, head_dim), Forest.from_nodes(*SIX)
-    plan = ampere_plan(forest, heads, block_tokens=32 if head_dim == 192 else 64, value_head_dim=value_head_dim)
-    query, keys, _ = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=32)
-    _, _, values = Arrays.random(forest, Heads(4, 2, value_head_dim), jnp.bfloat16, 1, num_pages=32)
-    check(Arrays(query, keys, values), forest, plan, implementation="ampere")
+    heads, forest = Heads(4, 2, head_dim, value_head_dim), Forest.from_nodes(*SIX)
+    plan = ampere_plan(forest, heads, block_tokens=32 if head_dim == 192 else 64)
+    check(Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=32), forest, plan, implementation="ampere")
 
 
 @pytest.mark.usefixtures("interpreted")

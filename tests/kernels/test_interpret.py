@@ -69,6 +69,11 @@ CASES = {
     "more blocks than a ring holds": Case(Tree([-1, 0, 0], [700, 9, 130], [2, 1]), Heads(1, 1, 128), num_ctas=1),
     "short blocks, parts of pages": Case(SIX, Heads(4, 1, 128), page_size=256, num_ctas=1, block_tokens=64),
     "two accumulators a row": Case(SIX, Heads(2, 1, 256), block_tokens=64, dtype=jnp.float16),
+    "values of another size": Case(SIX, Heads(4, 2, 192, 128), block_tokens=64, num_ctas=1),
+    "values of another size, wide, causal": Case(
+        Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 192, 128),
+        query_tokens=5, block_tokens=64, wide=True,
+    ),
     "more thread blocks than work": Case(Tree([-1], [5], [0]), Heads(4, 2, 64), num_ctas=5),
     # In the wide segment too there are blocks that some rows see in full and the others not at all.
     "a wide segment and narrow ones": Case(

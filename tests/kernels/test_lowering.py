@@ -26,8 +26,8 @@ class Call(NamedTuple):
     query_tokens: int = 1
 
 
-ONE_TILE = [Call(Heads(32, 8, dim), block, requests=3) for dim, block in CONFIGS]
-SEVERAL_TILES = [Call(Heads(32, 8, dim), block, requests=21, query_tokens=4) for dim, block in CONFIGS]
+ONE_TILE = [Call(heads, block, requests=3) for heads, block in CONFIGS]
+SEVERAL_TILES = [Call(heads, block, requests=21, query_tokens=4) for heads, block in CONFIGS]
 LAYOUTS = [
     Call(Heads(32, 32, 128), 128, page_size=256, requests=100),
     Call(Heads(32, 16, 128), 64, page_size=8, query_tokens=33),
@@ -56,10 +56,13 @@ def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(call: C
     forest = Forest.from_nodes([-1, 0], [200, 40], [1] * call.requests, page_size=call.page_size)
     plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=call.block_tokens)
     query = jax.ShapeDtypeStruct((call.requests, tokens, heads.q, heads.dim), dtype)
-    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), dtype)
+    keys, values = (
+        jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, size), dtype)
+        for size in (heads.dim, heads.value_dim)
+    )
 
-    lowered = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
-    assert (lowered.out_info.shape, lowered.out_info.dtype) == (query.shape, dtype)
+    lowered = jax.jit(attend_hopper).trace(query, keys, values, forest, plan).lower(lowering_platforms=("cuda",))
+    assert (lowered.out_info.shape, lowered.out_info.dtype) == ((*query.shape[:3], heads.value_dim), dtype)
     text = lowered.as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
     assert "stablehlo.transpose" not in text
@@ -67,14 +70,14 @@ def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(call: C
 
 
 @pytest.mark.parametrize(
-    ("dim", "block_tokens", "kv_dtype"),
-    [*((*config, jnp.float8_e4m3fn) for config in CONFIGS), (*CONFIGS[-1], jnp.float8_e5m2)],
+    ("heads", "block_tokens", "kv_dtype"),
+    [*((*config, jnp.float8_e4m3fn) for config in CONFIGS if config[0].values is None), (*CONFIGS[-1], jnp.float8_e5m2)],
 )
-def test_pages_of_one_byte_lower_for_cuda(dim: int, block_tokens: int, kv_dtype: Any) -> None:
-    heads, forest = Heads(32, 8, dim), Forest.from_nodes([-1, 0], [200, 40], [1] * 9)
+def test_pages_of_one_byte_lower_for_cuda(heads: Heads, block_tokens: int, kv_dtype: Any) -> None:
+    forest = Forest.from_nodes([-1, 0], [200, 40], [1] * 9)
     plan = plan_of(forest, heads, block_tokens=block_tokens)
-    query = jax.ShapeDtypeStruct((9, 1, heads.q, dim), jnp.float32)
-    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, dim), kv_dtype)
+    query = jax.ShapeDtypeStruct((9, 1, heads.q, heads.dim), jnp.float32)
+    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), kv_dtype)
     lowered = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
 
@@ -114,15 +117,15 @@ def test_draft_trees_lower_for_cuda_as_two_kernels() -> None:
         (CONFIGS[0], 1024, None, 1),
         (CONFIGS[1], None, 50.0, 1),
         (CONFIGS[2], Window(64, chunked=True), 30.0, 4),
-        (CONFIGS[3], 100, 50.0, 1),
+        (CONFIGS[-1], 100, 50.0, 1),
     ],
     ids=["a window", "a cap", "both, several tokens", "both"],
 )
 def test_windows_and_caps_lower_for_cuda_as_two_kernels(
-    config: tuple[int, int], window: Any, softcap: float | None, tokens: int
+    config: tuple[Heads, int], window: Any, softcap: float | None, tokens: int
 ) -> None:
-    dim, block_tokens = config
-    heads, forest = Heads(32, 8, dim), Forest.from_nodes([-1, 0], [200, 40], [1] * 9)
+    heads, block_tokens = config
+    forest = Forest.from_nodes([-1, 0], [200, 40], [1] * 9)
     plan = plan_of(forest, heads, query_tokens=tokens, block_tokens=block_tokens, window=window)
     query = jax.ShapeDtypeStruct((9, tokens, heads.q, heads.dim), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), jnp.bfloat16)

@@ -94,12 +94,12 @@ def test_layouts_equal_dense_attention(heads: Heads, page_size: int, dtype: Any)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
-@pytest.mark.parametrize(("head_dim", "block_tokens"), CONFIGS)
+@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS)
 @pytest.mark.parametrize("query_tokens", [1, 3])
 def test_every_config_and_the_same_plan_on_xla_equal_dense_attention(
-    head_dim: int, block_tokens: int, query_tokens: int, implementation: str
+    heads: Heads, block_tokens: int, query_tokens: int, implementation: str
 ) -> None:
-    heads, forest = Heads(32, 8, head_dim), grown(TREE, request_capacity=9)
+    forest = grown(TREE, request_capacity=9)
     plan = plan_of(forest, heads, query_tokens=query_tokens, block_tokens=block_tokens)
     check(Arrays.random(forest, heads, jnp.bfloat16, 1, query_tokens), forest, plan, implementation=implementation)
 
@@ -163,11 +163,10 @@ SINKS = np.linspace(-4, 4, 32, dtype=np.float32)
 @pytest.mark.gpu
 @pytest.mark.parametrize("query_tokens", [1, 5])
 @pytest.mark.parametrize("window", [100, 700, Window(500, chunked=True)], ids=str)
-@pytest.mark.parametrize(("head_dim", "block_tokens"), CONFIGS)
+@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS)
 def test_windows_equal_dense_attention_while_leaves_grow(
-    head_dim: int, block_tokens: int, window: Window | int, query_tokens: int
+    heads: Heads, block_tokens: int, window: Window | int, query_tokens: int
 ) -> None:
-    heads = Heads(32, 8, head_dim)
     forest = Forest.from_nodes([-1] + [0] * 20, [900, *range(0, 200, 10)], list(range(1, 21)), request_capacity=22)
     forest, _ = forest.reserve(PagePool.create(PAGES * 2, forest.used_pages), 40)
     plan = plan_of(forest, heads, steps=40, query_tokens=query_tokens, block_tokens=block_tokens, window=window)
