@@ -63,7 +63,9 @@ def main() -> None:
     rows = collect(measured, arguments.json)
     tables = [(head_dim, table, best(rows, head_dim, table)) for head_dim in arguments.head_dim for table in TABLES]
     for head_dim, table, block in tables:
-        print(f"head size {head_dim}, {table}: best {block}, at present {BLOCKS[head_dim, head_dim][TABLES.index(table)]}")
+        print(
+            f"head size {head_dim}, {table}: best {block}, at present {BLOCKS[head_dim, head_dim][TABLES.index(table)]}"
+        )
     unserved = [
         f"no block serves all forests of head size {head_dim}, {table}" for head_dim, table, b in tables if not b
     ]

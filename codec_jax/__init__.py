@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from codec_jax import attention, flash_decoding, latent
 from codec_jax import partial as partial
 from codec_jax.errors import LogitsError, OutOfPagesError, OutOfSlotsError, PlanError
-from codec_jax.forest import DraftTrees, Forest, KVPages, LatentPages, PagePool, PrefixCache
+from codec_jax.forest import DraftTrees, Forest, KVPages, LatentPages, PagePool, PageSubset, PrefixCache
 from codec_jax.planning import CostModel, Plan, make_plan, replan
 from codec_jax.show import show
 from pallas_kernels import Window
@@ -39,6 +39,7 @@ __all__ = [
     "OutOfPagesError",
     "OutOfSlotsError",
     "PagePool",
+    "PageSubset",
     "Plan",
     "PlanError",
     "PrefixCache",

@@ -9,13 +9,10 @@ from pallas_kernels.heads import Heads, Scores, Window
 from pallas_kernels.hopper import HOPPER, HOPPER_LATENT
 
 #: Best first where several serve a device.
-FAMILIES = (HOPPER, AMPERE)
-#: Taken by name only, until they have run on a GPU.
-BY_NAME = (HOPPER_LATENT,)
+FAMILIES = (HOPPER, HOPPER_LATENT, AMPERE)
 
 __all__ = [
     "AMPERE",
-    "BY_NAME",
     "FAMILIES",
     "HOPPER",
     "HOPPER_LATENT",

@@ -42,7 +42,12 @@ def plan_of(forest: Forest, heads: Heads, **options: Any) -> Plan:
         "min_wide_tokens": 24,
         "block_capacity": 256,
     }
-    sizes |= {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim, "value_head_dim": heads.value_dim}
+    sizes |= {
+        "num_q_heads": heads.q,
+        "num_kv_heads": heads.kv,
+        "head_dim": heads.dim,
+        "value_head_dim": heads.value_dim,
+    }
     return make_plan(forest, **(sizes | options))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from codec_jax.attention.xla import XLA
-from pallas_kernels import BY_NAME, FAMILIES, Family, Heads, Scores
+from pallas_kernels import FAMILIES, Family, Heads, Scores
 from pallas_kernels.plan_format import PlanArrays
 
 #: Best first.
@@ -17,7 +17,7 @@ BACKENDS = (*FAMILIES, XLA)
 
 def check_name(implementation: Any) -> None:
     """Raise ValueError for a name that no backend has."""
-    names = list(dict.fromkeys(backend.name for backend in (*BACKENDS, *BY_NAME)))
+    names = list(dict.fromkeys(backend.name for backend in BACKENDS))
     if implementation not in (None, *names):
         raise ValueError(f"implementation: expected {', '.join(map(repr, names))} or None, got {implementation!r}")
 
@@ -31,7 +31,7 @@ def choose(implementation: Any, heads: Heads, scores: Scores, plan: PlanArrays) 
     device = jax.devices()[0]
     reasons: list[str] = []
     check_name(implementation)
-    for backend in BACKENDS if implementation is None else (*BACKENDS, *BY_NAME):
+    for backend in BACKENDS:
         if implementation not in (None, backend.name):
             continue
         reason = backend.why_not(heads, device, scores, plan)

@@ -270,6 +270,7 @@ def _check(
     plan.check_shapes(forest)
     if (
         plan.homes is None
+        and plan.subset_pages is None
         and forest.is_host
         and forest.used_pages.size
         and np.max(forest.used_pages) >= key_pages.shape[0]

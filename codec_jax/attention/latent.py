@@ -4,16 +4,19 @@ A page holds, for each token, its latent of L numbers and one rotated key of `ro
 n's key is [latent @ up_key[:, n], rotated key], its value latent @ up_value[:, n]. Two ways to attend over such pages:
 
     reconstruct         K and V of every head are computed from the latents and stored; from there on everything is as
-                        for any other model (the paper's way)
+                        for any other model (the paper's way): fewer products, which many readers want
     latent_attention    up_key is applied to the query and up_value to the output, so that the latents themselves are
                         read, once for all heads: what decoding wants, which is bound by memory
 
-Both are the same function of their arguments up to rounding.
+Both are the same function of their arguments up to rounding. One call may do both, each on its own pages: then POR
+merges what they give, exactly.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +24,29 @@ from jaxtyping import Array, Float
 
 from codec_jax import checks
 from codec_jax.attention.call import forest_attention
+from codec_jax.attention.pac_por import Partial, por
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest, KVPages, finite
 from codec_jax.planning import Plan
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Reconstructed:
+    """K and V of every head for some of the pages, and the plan of these. A pytree.
+
+    >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[96, 20, 5], leaf=[1, 2])
+    >>> shared = PageSubset.of(np.arange(6), num_pages=10, capacity=6)
+    >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=8, head_dim=40, value_head_dim=20, subset=shared)
+    >>> latents, up_key, up_value = jnp.ones((10, 16, 1, 48)), jnp.ones((32, 8, 24)), jnp.ones((32, 8, 20))
+    >>> latent.Reconstructed(latent.reconstruct(latents[shared.page_ids], up_key, up_value), plan).pages.key.shape
+    (6, 16, 8, 40)
+    """
+
+    pages: KVPages  # by `reconstruct`, of the pages of a `PageSubset`
+    plan: Plan  # by make_plan with num_kv_heads=N, head_dim=nope + rope, value_head_dim=V and the subset
 
 
 def latent_attention(
@@ -37,6 +58,7 @@ def latent_attention(
     forest: Forest,
     plan: Plan,
     *,
+    reconstructed: Reconstructed | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N V"]:
@@ -53,6 +75,8 @@ def latent_attention(
       plan: from `make_plan` with num_kv_heads=1, head_dim=L + rope and value_head_dim=L; without the last one the
         rotated keys pass for values, and what they add is cut off. All N q heads of a request are rows of one kv
         head, so pages that requests share are read once if tile_rows holds N rows for each of them.
+      reconstructed: K and V of some pages, which are attended in their place; `plan` is then of the subset's `rest`.
+        Worth it where many requests share them (`choose_reconstructed`).
       scale: factor on the scores; defaults to 1 / sqrt(nope + rope).
       implementation: as in `forest_attention`. "mosaic", for L = 512, rope = 64 and a plan with value_head_dim=L, has
         to be named; it multiplies in the dtype of the pages, to which it rounds the query.
@@ -76,21 +100,31 @@ def latent_attention(
     checks.float_dtype("query_nope", query_nope.dtype)
     checks.float_dtype("query_rope", query_rope.dtype)
     scale = 1.0 / math.sqrt(nope + rope) if scale is None else scale
-    attended = forest_attention(
-        absorbed(query_nope, query_rope, up_key),
-        latent_pages,
-        None,
-        forest,
-        plan,
-        scale=scale,
-        implementation=implementation,
-    )
+    query = absorbed(query_nope, query_rope, up_key)
+    attend = partial(forest_attention, forest=forest, scale=scale, implementation=implementation)
+    of_latents = partial(attend, query, latent_pages, None, plan=plan)
+    if reconstructed is None:
+        return _values(of_latents(), up_value).astype(query_nope.dtype)
+    pages = reconstructed.pages
+    for name, each in (("plan", plan), ("reconstructed", reconstructed.plan)):
+        if each.subset_pages is None:
+            raise PlanError(f"{name}: expected a plan of some of the pages, got one of all; make it with subset=")
+    attended, residuals = of_latents(return_residuals=True)
+    left = Partial(_values(attended, up_value), *residuals)
+    query = jnp.concatenate([query_nope, query_rope.astype(query_nope.dtype)], axis=-1).astype(pages.key.dtype)
+    attended, residuals = attend(query, pages.key, pages.value, plan=reconstructed.plan, return_residuals=True)
+    return por(left, Partial(attended.astype(jnp.float32), *residuals)).out.astype(query_nope.dtype)
+
+
+def _values(attended: Float[Array, "B T N values"], up_value: Float[Array, "L N V"]) -> Float[Array, "B T N V"]:
+    """Return the values of attention over latents. Raises PlanError where the plan's values are shorter than these."""
+    latent = up_value.shape[0]
     if attended.shape[3] < latent:
         raise PlanError(
             f"plan: expected one for value_head_dim = L = {latent}, got one for {attended.shape[3]}; make it with "
             f"value_head_dim={latent}"
         )
-    return expanded(attended, up_value).astype(query_nope.dtype)
+    return expanded(attended, up_value)
 
 
 def absorbed(
@@ -110,37 +144,30 @@ def reconstruct(
     up_key: Float[Array, "L N nope"],
     up_value: Float[Array, "L N V"],
 ) -> KVPages:
-    """Return K and V of every head over the same pages: [num_pages, page_size, N, nope + rope] each. Jittable.
+    """Return K and V of every head over the same pages, or over some of them. Jittable.
 
-    Keys are nope + rope numbers and values V, fewer in every model known, so zeros fill the values up. Attention over
-    the pages takes query_nope and query_rope side by side, a plan for num_kv_heads=N and head_dim=nope + rope, and
-    gives the V numbers first.
+    Keys are [num_pages, page_size, N, nope + rope], values [num_pages, page_size, N, V]. Attention over them takes
+    query_nope and query_rope side by side, and a plan for num_kv_heads=N, head_dim=nope + rope and value_head_dim=V.
 
     Args:
-      latent_pages, up_key, up_value: as in `latent_attention`.
+      latent_pages, up_key, up_value: as in `latent_attention`; of a `PageSubset`, latent_pages[subset.page_ids].
 
     Raises ValueError for shapes that do not fit.
 
     >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[100, 20, 5], leaf=[1, 2])
-    >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=8, head_dim=24 + 16)
+    >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=8, head_dim=24 + 16, value_head_dim=20)
     >>> pages = jax.jit(latent.reconstruct)(jnp.ones((10, 16, 1, 48)), jnp.ones((32, 8, 24)), jnp.ones((32, 8, 20)))
     >>> query = jnp.concatenate([jnp.ones((2, 1, 8, 24)), jnp.ones((2, 1, 8, 16))], -1)
-    >>> jax.jit(forest_attention)(query, pages.key, pages.value, forest, plan)[..., :20].shape
+    >>> jax.jit(forest_attention)(query, pages.key, pages.value, forest, plan).shape
     (2, 1, 8, 20)
     """
-    latent, _, nope = _check_weights(latent_pages, up_key, up_value)
+    latent, _, _ = _check_weights(latent_pages, up_key, up_value)
     rope = latent_pages.shape[3] - latent
-    padding = nope + rope - up_value.shape[2]
-    if padding < 0:
-        raise ValueError(
-            f"up_value: expected values of at most nope + rope = {nope + rope} numbers, got {up_value.shape[2]}; "
-            "use latent_attention"
-        )
     latents, rotated = latent_pages[..., 0, :latent], latent_pages[..., latent:]
     key = _product("psl,lnd->psnd", latents, up_key).astype(latent_pages.dtype)
     value = finite(_product("psl,lnv->psnv", latents, up_value), latent_pages.dtype)
     shared = jnp.broadcast_to(rotated, (*key.shape[:3], rope))
-    return KVPages(jnp.concatenate([key, shared], axis=-1), jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding))))
+    return KVPages(jnp.concatenate([key, shared], axis=-1), value)
 
 
 def _product(equation: str, left: Array, right: Array) -> Array:

@@ -157,17 +157,21 @@ def check_divided(
             )
     if plan.is_spread:
         raise ValueError(f"plan: expected one for one device, got one for {plan.devices}; {_WAY_OUT}")
+    pages, part, merge = plan.subset_pages, "some of the pages", "por"
     if plan.homes is not None:
-        checks.shape("key_pages", key_pages, num_pages=plan.homes.pages, page_size=None, K=None, H=None)
+        pages, part = plan.homes.pages, f"the pages on one of {plan.homes.devices} devices"
+        merge = "merge_everywhere"
+    if pages is not None:
+        checks.shape("key_pages", key_pages, num_pages=pages, page_size=None, K=None, H=None)
         if not is_partial:
             raise ValueError(
-                f"return_residuals: expected True, for the plan is of the pages on one of {plan.homes.devices} "
-                "devices, got False; merge what comes out by codec_jax.partial.merge_everywhere"
+                f"return_residuals: expected True, for the plan is of {part}, got False; merge what comes out by "
+                f"codec_jax.partial.{merge}"
             )
         if has_sinks:
             raise ValueError(
-                f"sinks: expected None, for the plan is of the pages on one of {plan.homes.devices} devices, got an "
-                "array; add them once, by codec_jax.partial.add_sinks, to what merge_everywhere returns"
+                f"sinks: expected None, for the plan is of {part}, got an array; add them once, by "
+                f"codec_jax.partial.add_sinks, to what {merge} returns"
             )
     return _of_one_device(query)
 
@@ -176,6 +180,8 @@ def check_on_mesh(mesh: Mesh, query: Array, key_pages: Array, plan: Plan) -> Non
     """Raise TypeError, ValueError or PlanError for a mesh that does not divide the heads, or pages as planned."""
     checks.instance("mesh", mesh, Mesh)
     checks.instance("plan", plan, Plan)
+    if plan.subset_pages is not None:
+        raise PlanError("plan: expected one of all pages, got one of a subset; call it inside of jax.shard_map")
     if not {CONTEXT, TENSOR} & set(mesh.axis_names):
         raise ValueError(
             f"mesh: expected an axis {TENSOR!r} or {CONTEXT!r}, got {', '.join(map(repr, mesh.axis_names))}; "

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from codec_jax.forest.depth_first import readers
+from codec_jax.forest.page_subset import PageSubset
 from codec_jax.forest.tree import GONE, Tree
 
 #: The fewest pages of a node for which another device is worth its while: it costs a segment, and a merge.
@@ -32,6 +33,11 @@ class Homes:
     def of(self, pages: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
         """Return the device that each page lives on."""
         return pages // self.pages
+
+    def subset(self, device: int) -> PageSubset:
+        """Return the pages of a device, and where its own arrays have them."""
+        place = np.arange(self.devices * self.pages, dtype=np.int32) - device * self.pages
+        return PageSubset(np.where((place >= 0) & (place < self.pages), place, np.int32(-1)), self.pages)
 
 
 def choose_homes(

@@ -74,7 +74,7 @@ class KVPages:
     """
 
     key: Float[Array, "num_pages page_size K H"]
-    value: Float[Array, "num_pages page_size K H"]
+    value: Float[Array, "num_pages page_size K V"]
     quantisation: Quantisation | None = None  # of pages of one byte a number
 
     @classmethod

@@ -75,9 +75,13 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         query_nope, query_rope, rows = self._project(x, positions)
         heads = reconstruct(rows, self.up_key[...], self.up_value[...])  # a sequence is one page
-        query = jnp.concatenate([query_nope, query_rope], axis=-1)
-        attended = dense_attention(query, heads.key, heads.value, positions, self._scoring())
-        return self._merge(attended[..., : self.latent.value_dim])
+        query, value_dim = jnp.concatenate([query_nope, query_rope], axis=-1), self.latent.value_dim
+        columns = max(query.shape[3], value_dim)  # of all, as `jax.nn.dot_product_attention` wants it
+        query, key, value = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, columns - x.shape[3]))) for x in (query, heads.key, heads.value)
+        )
+        attended = dense_attention(query, key, value, positions, self._scoring())
+        return self._merge(attended[..., :value_dim])
 
     def decode(
         self,

@@ -58,6 +58,8 @@ class Plan:
     host: PlanHost = field(metadata={"static": True})
     #: Where pages live if they are spread over devices: then every array of `arrays` has a leading axis, the devices.
     homes: Homes | None = field(default=None, metadata={"static": True})
+    #: Pages of the arrays that it is for, if it is of some of the forest's pages only: a `PageSubset`.
+    subset_pages: int | None = field(default=None, metadata={"static": True})
 
     @property
     def heads(self) -> Heads:

@@ -1,7 +1,7 @@
 """make_plan: from a forest to the arrays of a plan, on the host, in NumPy (paper, section 5; doi 10.1145/3802028).
 
 forest ─► tiles and blocks  how large they are, by the device and the amount of work     _grid
-       ─► runs              the pages that are read, of each device                      streams.list_runs
+       ─► runs              the pages that are read, of each device, or of a subset      streams.list_runs
        ─► streams           which pages every tile, or pair of tiles, reads              streams.list_streams
        ─► blocks            pages in groups, those without a mask first                  streams.lay_out_blocks
        ─► cuts              streams divided among thread blocks, by cost                 division.divide
@@ -22,6 +22,7 @@ from codec_jax import checks
 from codec_jax.arrays import bucket
 from codec_jax.forest import Forest
 from codec_jax.forest.homes import Homes
+from codec_jax.forest.page_subset import PageSubset
 from codec_jax.planning.cost import CostModel, Estimate, HeadLayout
 from codec_jax.planning.division import Policy, divide
 from codec_jax.planning.plan import Plan, PlanHost, begin_of_ctas, max_lengths
@@ -65,6 +66,7 @@ def make_plan(
     cost_model: CostModel | None = None,
     policy: Policy = "aligned",
     homes: Homes | None = None,
+    subset: PageSubset | None = None,
 ) -> Plan:
     """Plan attention over a forest on the host.
 
@@ -91,6 +93,8 @@ def make_plan(
         each (see `codec_jax.planning.division`).
       homes: where pages live if they are spread over the devices of a mesh axis, `PagePool.homes`. The plan then has a
         part for each device, and `forest_attention` takes it with that mesh.
+      subset: pages that the plan is of, and where the arrays that it is for have them; defaults to all pages.
+        `forest_attention` then gives a partial, with return_residuals=True, to be merged with that of the rest.
 
     Raises ValueError for numbers that do not fit together, or a cost model for another layout or GPU; TypeError for a
     forest that lives on a device.
@@ -122,6 +126,12 @@ def make_plan(
         if last >= homes.devices * homes.pages:
             raise ValueError(f"homes: expected at least the {last + 1} pages of the forest, got {homes}")
         homes = homes if homes.devices > 1 else None
+    if subset is not None:
+        checks.instance("subset", subset, PageSubset)
+        last = int(forest.used_pages.max(initial=-1))
+        if last >= len(subset.place) or homes is not None:
+            got = f"one of a pool of {len(subset.place)}" if homes is None else f"{homes} as well"
+            raise ValueError(f"subset: expected one of a pool of {last + 1} pages or more, on one device, got {got}")
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     chosen = {name: x for name, x in given.items() if x is not None}
     hidden = forest.hidden_by(window, query_tokens)
@@ -135,21 +145,20 @@ def make_plan(
     model.check_layout(layout)
 
     longest = max_lengths(forest, steps)
-    parts = []
-    for runs in list_runs(forest, longest, grid.page_tokens, homes, hidden):
+    parts, subsets = [], [subset] if homes is None else [homes.subset(device) for device in range(homes.devices)]
+    for pages in subsets:
+        runs = list_runs(forest, longest, grid.page_tokens, pages, hidden)
         streams = list_streams(forest, longest, runs, grid, steps=steps, min_wide_tokens=wide_tokens)
         parts.append((runs, streams, _work(forest, streams, runs, grid)))
     num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
-        capacity = max(_block_capacity(forest, *part, grid, homes) for part in parts)
+        capacity = max(_block_capacity(forest, *part, grid, subsets[0]) for part in parts)
     else:
         capacity = bucket(num_blocks, minimum=max(checks.integer("block_capacity", block_capacity, 0), 8))
     query_starts = _query_starts(forest, grid)
     devices = [
-        _device(
-            forest, streams, work, grid, model, policy, capacity, query_starts, number * homes.pages if homes else 0
-        )
-        for number, (_, streams, work) in enumerate(parts)
+        _device(forest, streams, work, grid, model, policy, capacity, query_starts, pages)
+        for pages, (_, streams, work) in zip(subsets, parts, strict=True)
     ]
     used_rows = np.asarray([forest.active.sum() * grid.rows_per_request], np.int32)
     return Plan(
@@ -168,6 +177,7 @@ def make_plan(
         page_size=forest.page_size,
         host=PlanHost(tuple(device.estimate for device in devices), policy, wide_tokens),
         homes=homes,
+        subset_pages=None if subset is None else subset.capacity,
     )
 
 
@@ -188,10 +198,10 @@ def _device(
     policy: Policy,
     capacity: int,
     query_starts: Int[np.ndarray, " tiles"],
-    first_page: int,
+    subset: PageSubset | None,
 ) -> _Device:
     """Lay out the blocks of a device, divide them among its thread blocks, and list what they merge."""
-    block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacity, first_page)
+    block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacity, subset)
     estimate = work.estimate(model)
     schedule = divide(work, estimate, policy)
     segments, merge_ptr, num_partials = _segments(schedule, work, streams, grid, query_starts)
@@ -284,14 +294,16 @@ def _work(forest: Forest, streams: Streams, runs: Runs, grid: Grid) -> Work:
     )
 
 
-def _block_capacity(forest: Forest, runs: Runs, streams: Streams, work: Work, grid: Grid, homes: Homes | None) -> int:
+def _block_capacity(
+    forest: Forest, runs: Runs, streams: Streams, work: Work, grid: Grid, subset: PageSubset | None
+) -> int:
     """Return the blocks that plans need while the forest changes within its capacities.
 
     At worst every stream reads every page. Where that is too much to hand to a device with every plan, it is room for
     all pages to be read once, and for what tiles read again by now, in proportion, with all request slots in use.
     """
     parts = forest.page_size // grid.page_tokens
-    once = min(forest.page_capacity, homes.pages if homes else forest.page_capacity) * parts
+    once = min(forest.page_capacity, subset.capacity if subset else forest.page_capacity) * parts
     listed = int(streams.pages.sum())
     again = max(listed - int(runs.pages.sum()), 0)
     active_tiles = -(-int(forest.active.sum()) * grid.rows_per_request // grid.tile_rows)

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 
 from codec_jax.arrays import expand, reduce_intervals
 from codec_jax.forest import Forest
-from codec_jax.forest.homes import Homes
+from codec_jax.forest.page_subset import PageSubset
 from pallas_kernels.heads import Window
 from pallas_kernels.plan_format import Page
 from pallas_kernels.token_mask import pack_readers, pages_behind, pages_seen
@@ -42,7 +42,7 @@ class Grid(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Consecutive pages of nodes that some request sees: of a whole node, or of the part that lives on one device."""
+    """Consecutive pages of nodes that some request sees: of a whole node, or of the part that is in a subset."""
 
     node: Int[np.ndarray, " runs"]
     first: Int[np.ndarray, " runs"]  # index within the node of its first page, of `page_tokens` tokens as in a block
@@ -90,24 +90,24 @@ def list_runs(
     forest: Forest,
     max_length: Int[np.ndarray, " nodes"],
     page_tokens: int,
-    homes: Homes | None,
+    subset: PageSubset | None,
     hidden: Int[np.ndarray, " nodes"],
-) -> list[Runs]:
-    """List the pages that are read, for each device that pages live on."""
+) -> Runs:
+    """List the pages that are read: all of them, or those of a subset."""
     node = np.flatnonzero((forest.row_hi > forest.row_lo) & (max_length > hidden))
     begin, end = hidden[node] // page_tokens, -(-max_length[node] // page_tokens)
-    if homes is None:
-        return [Runs(node, begin, end - begin)]
+    if subset is None:
+        return Runs(node, begin, end - begin)
     parts = forest.page_size // page_tokens
     begin //= parts
     which, nth = expand(-(-end // parts) - begin)
     nth += begin[which]
-    device = homes.of(forest.page_ids[forest.page_offset[node][which] + nth])
-    opens = np.flatnonzero((np.diff(which, prepend=-1) != 0) | (np.diff(device, prepend=-1) != 0))
-    device, which, first = device[opens], which[opens], nth[opens] * parts
+    found = np.flatnonzero(subset.place[forest.page_ids[forest.page_offset[node][which] + nth]] >= 0)
+    which, nth = which[found], nth[found]
+    opens = np.flatnonzero((np.diff(which, prepend=-1) != 0) | (np.diff(found, prepend=-1) != 1))
     last = np.append(nth[opens[1:] - 1], nth[-1:]) + 1  # exclusive
-    runs = Runs(node[which], first, np.minimum(last * parts, end[which]) - first)
-    return [Runs(*(column[device == number] for column in runs)) for number in range(homes.devices)]
+    which, first = which[opens], nth[opens] * parts
+    return Runs(node[which], first, np.minimum(last * parts, end[which]) - first)
 
 
 def list_streams(
@@ -172,12 +172,12 @@ def lay_out_blocks(
     block_ptr: Int[np.ndarray, " streams+1"],
     grid: Grid,
     capacity: int,
-    first_page: int,
+    subset: PageSubset | None,
 ) -> Int[np.ndarray, "capacity pages_per_block 4"]:
     """Lay the pages of every stream out in blocks, columns of `Page`.
 
     Stream s gets blocks [block_ptr[s], block_ptr[s + 1]); the last of them is filled up with pages that nobody reads.
-    Page ids count from the first page of the device.
+    Page ids are places in the arrays that the plan is of, if it is not of all pages.
     """
     per_page = forest.page_size // grid.page_tokens
     blocks = np.zeros((capacity, grid.pages_per_block, len(Page._fields)), np.int32)
@@ -206,7 +206,8 @@ def lay_out_blocks(
     entry = columns.page_id + number
     if per_page > 1:
         entry, part = np.divmod(entry, per_page)
-    found = forest.page_ids.take(entry, mode="clip") - np.int32(first_page)
+    found = forest.page_ids.take(entry, mode="clip")
+    found = found if subset is None else subset.place.take(found, mode="clip")
     columns.page_id[:] = found * per_page + part if per_page > 1 else found
     columns.token[:] += number * np.int32(grid.page_tokens)
     group, nth = expand(spare)

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import jax
 
-from pallas_kernels import BY_NAME, FAMILIES, Heads, Tiling
+from pallas_kernels import FAMILIES, Heads, Tiling
 
 
 def default_tiling(heads: Heads) -> Tiling:
     """Return the tiling of the best family of kernels that serves the default device, or else that of the XLA path."""
     device = jax.devices()[0]
-    # Values that are shorter than keys may be their first numbers; plans do not say.
-    heads = replace(heads, values_in_keys=heads.value_head_dim < heads.head_dim)
-    families = (family for family in (*FAMILIES, *BY_NAME) if family.why_not(heads, device) is None)
-    return next((family.tiling(heads, device) for family in families), any_device(heads, device))
+    # Values that are shorter than keys may have pages of their own, or be the keys' first numbers; plans do not say.
+    either = [heads, *[replace(heads, values_in_keys=True)] * (heads.value_head_dim < heads.head_dim)]
+    found = (family.tiling(each, device) for each in either for family in FAMILIES if not family.why_not(each, device))
+    return next(found, any_device(heads, device))
 
 
 def any_device(heads: Heads, device: jax.Device) -> Tiling:

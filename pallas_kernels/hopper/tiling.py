@@ -19,9 +19,9 @@ class Block(NamedTuple):
     stages: int  # blocks in flight
 
 
-#: By the head size of keys, and of values. Where thread blocks have little to do, short blocks, which can be dealt out more evenly and are done sooner after the
-#: last load; where they have much, long ones, which keep the tensor cores busy. `python -m benchmarks.tune` measures
-#: the alternatives.
+#: By the head size of keys, and of values. Where thread blocks have little to do, short blocks, which can be dealt out
+#: more evenly and are done sooner after the last load; where they have much, long ones, which keep the tensor cores
+#: busy. `python -m benchmarks.tune` measures the alternatives.
 BLOCKS = {
     (64, 64): (Block(128, 3), Block(128, 3)),
     (128, 128): (Block(64, 2), Block(128, 2)),

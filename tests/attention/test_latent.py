@@ -11,9 +11,9 @@ import pytest
 from forests import SECTIONS, Tree, contexts, num_pages, seeds, trees
 from hypothesis import given, settings
 
-from codec_jax import Forest, PagePool, Plan, PlanError, make_plan
+from codec_jax import Forest, PagePool, PageSubset, Plan, PlanError, make_plan
 from codec_jax.attention import forest_attention
-from codec_jax.latent import latent_attention, reconstruct
+from codec_jax.latent import Reconstructed, choose_reconstructed, latent_attention, reconstruct
 from codec_jax.traffic import count_pass
 
 REQUESTS, NODES, PAGES, PAGE = 6, 20, 48, 16
@@ -38,7 +38,8 @@ class Sizes(NamedTuple):
             num_kv_heads=1 if absorbed else self.heads,
             head_dim=(self.latent if absorbed else self.nope) + self.rope,
             query_tokens=self.query_tokens,
-            **{"num_ctas": 4, "block_capacity": 256, "value_head_dim": self.latent if absorbed else None, **options},
+            value_head_dim=options.pop("value_head_dim", self.latent if absorbed else self.value),
+            **{"num_ctas": 4, "block_capacity": 256, **options},
         )
 
 
@@ -85,11 +86,11 @@ def attend_each(given: Arrays, tree: Tree, scale: float | None = None) -> np.nda
 absorb = jax.jit(latent_attention, static_argnames="scale")
 
 
-@partial(jax.jit, static_argnames="value_size")
-def attend_reconstructed(given: Arrays, forest: Forest, plan: Plan, value_size: int) -> jax.Array:
+@jax.jit
+def attend_reconstructed(given: Arrays, forest: Forest, plan: Plan) -> jax.Array:
     pages = reconstruct(*given[2:])
     query = jnp.concatenate(given[:2], axis=-1)
-    return forest_attention(query, pages.key, pages.value, forest, plan)[..., :value_size]
+    return forest_attention(query, pages.key, pages.value, forest, plan)
 
 
 def assert_close(got: Any, want: np.ndarray, tolerance: float = 1e-5) -> None:
@@ -110,7 +111,7 @@ def test_both_ways_give_the_latent_attention_of_each_request_alone(sizes: Sizes,
     want = attend_each(given, tree)
     assert_close(absorb(*given, forest, sizes.plan(forest)), want)
     plan = sizes.plan(forest, absorbed=False)
-    assert_close(attend_reconstructed(given, forest, plan, value_size=sizes.value), want)
+    assert_close(attend_reconstructed(given, forest, plan), want)
 
 
 def test_the_sizes_of_deepseek_v2() -> None:
@@ -120,8 +121,8 @@ def test_the_sizes_of_deepseek_v2() -> None:
     want = attend_each(given, SECTIONS)
     assert_close(absorb(*given, forest, sizes.plan(forest)), want)
     pages = reconstruct(*given[2:])
-    chex.assert_shape([pages.key, pages.value], (PAGES, PAGE, 2, 192))
-    assert_close(attend_reconstructed(given, forest, sizes.plan(forest, absorbed=False), value_size=128), want)
+    chex.assert_shape([pages.key, pages.value], [(PAGES, PAGE, 2, 192), (PAGES, PAGE, 2, 128)])
+    assert_close(attend_reconstructed(given, forest, sizes.plan(forest, absorbed=False)), want)
 
 
 def test_a_plan_may_take_the_rotated_keys_for_values_but_not_less_than_the_latents() -> None:
@@ -230,10 +231,118 @@ def test_reconstructed_values_are_finite() -> None:
     assert np.isfinite(pages.value).all()
 
 
-def test_values_that_are_wider_than_keys_cannot_be_reconstructed() -> None:
-    given = arrays(Sizes(value=25))
-    with pytest.raises(ValueError, match=r"^up_value: expected values of at most nope \+ rope = 24 numbers, got 25"):
-        reconstruct(*given[2:])
+# ---------------------------------------------------------------------- both at once
+
+
+@partial(jax.jit, static_argnames="scale")
+def attend_both(given: Arrays, forest: Forest, plans: tuple[Plan, Plan], page_ids: Any, scale: Any = None) -> Any:
+    plan, of_pages = plans
+    pages = reconstruct(given.latent_pages[page_ids], given.up_key, given.up_value)
+    return latent_attention(*given, forest, plan, reconstructed=Reconstructed(pages, of_pages), scale=scale)
+
+
+def plans_of(sizes: Sizes, forest: Forest, subset: PageSubset, **options: Any) -> tuple[Plan, Plan]:
+    return (
+        sizes.plan(forest, subset=subset.rest, **options),
+        sizes.plan(forest, absorbed=False, subset=subset, **options),
+    )
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(query_tokens=3, value=40)], ids=["one query token", "three"])
+@settings(max_examples=12)
+@given(tree=trees(max_nodes=8, max_length=50, max_requests=REQUESTS), seed=seeds)
+def test_any_pages_may_be_reconstructed_and_the_rest_not(sizes: Sizes, tree: Tree, seed: int) -> None:
+    """Pages of any nodes, those that leaves end in among them, none and all: POR merges both forms exactly."""
+    given, forest, rng = arrays(sizes, seed), sizes.forest(tree), np.random.default_rng(seed)
+    share = rng.choice([0.0, 0.5, 1.0])
+    pages = rng.permutation(np.flatnonzero(rng.random(PAGES) < share))
+    subset = PageSubset.of(pages, PAGES, PAGES)
+    out = attend_both(given, forest, plans_of(sizes, forest, subset), subset.page_ids)
+    assert_close(out, attend_each(given, tree))
+
+
+def test_both_forms_serve_a_generation_without_compiling_again() -> None:
+    """A shared node is reconstructed once; then leaves grow, and another node takes its place."""
+    sizes, tree = Sizes(), Tree([-1, 0, 0, -1, 3], [37, 5, 9, 20, 1], [1, 2, 4])
+    given, forest = arrays(sizes), sizes.forest(tree)
+    forest, _ = forest.reserve(PagePool.create(PAGES, taken=forest.used_pages), 4)
+    compiled = attend_both._cache_size()
+    for node, step in ((0, 1), (0, 2), (3, 3)):
+        forest = forest.extend()
+        longer = Tree(tree.parent, [37, 5 + step, 9 + step, 20, 1 + step], tree.leaf)
+        of_node = forest.page_ids[forest.page_offset[node] : forest.page_offset[node] + forest.page_count[node]]
+        subset = PageSubset.of(of_node, PAGES, 4)
+        out = attend_both(given, forest, plans_of(sizes, forest, subset, steps=2), subset.page_ids)
+        slots = [forest.context_slots(request) for request in range(3)]
+        assert [len(each) for each in slots] == [
+            sum(longer.length[n] for n in path) for path in ([0, 1], [0, 2], [3, 4])
+        ]
+        want = np.stack([attend_alone(given, list(each), request) for request, each in enumerate(slots)])
+        assert_close(out[:3], want)
+    assert attend_both._cache_size() == compiled + 1
+
+
+def test_a_plan_that_does_not_hold_gives_nan_in_both_forms() -> None:
+    sizes, tree = Sizes(), Tree([-1, 0], [40, 5], [1])
+    given, forest = arrays(sizes), sizes.forest(tree)
+    subset = PageSubset.of(np.arange(3), PAGES, 3)
+    plans = plans_of(sizes, forest, subset)
+    for which in range(2):
+        stale = list(plans)
+        stale[which] = plans_of(sizes, sizes.forest(Tree([-1, 0], [40, 7], [1])), subset)[which]
+        out = attend_both(given, *jax.device_put((forest, tuple(stale))), subset.page_ids)
+        assert np.isnan(np.asarray(out)[0]).all()
+
+
+def test_plans_of_all_pages_are_refused_beside_reconstructed_ones() -> None:
+    """They would count tokens twice."""
+    sizes = Sizes()
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
+    subset = PageSubset.of(np.arange(4), PAGES, 4)
+    plan, of_pages = plans_of(sizes, forest, subset)
+    pages = reconstruct(given.latent_pages[subset.page_ids], given.up_key, given.up_value)
+    with pytest.raises(PlanError, match=r"^plan: expected a plan of some of the pages, got one of all; make it with"):
+        latent_attention(*given, forest, sizes.plan(forest), reconstructed=Reconstructed(pages, of_pages))
+    whole = Reconstructed(pages, sizes.plan(forest, absorbed=False))
+    with pytest.raises(PlanError, match=r"^reconstructed: expected a plan of some of the pages, got one of all; make"):
+        latent_attention(*given, forest, plan, reconstructed=whole)
+    with pytest.raises(
+        ValueError, match=r"^return_residuals: expected True, for the plan is of some of the pages, got F"
+    ):
+        latent_attention(*given, forest, plan)
+    few = Reconstructed(jax.tree.map(lambda x: x[:3], pages), of_pages)
+    with pytest.raises(ValueError, match=r"^key_pages: expected .*num_pages = 4"):
+        latent_attention(*given, forest, plan, reconstructed=few)
+
+
+def test_nodes_with_many_readers_are_chosen_as_far_as_there_is_room() -> None:
+    """By the rates of an H200: K and V of 128 heads are worth having from 46 readers on, or 16 of 3 query tokens."""
+    sizes = {"num_q_heads": 128, "latent": 512, "rope": 64, "nope": 128, "value": 128, "num_pages": 4096}
+
+    def chosen(readers: int, capacity: int = 1000, **options: Any) -> int:
+        forest = Forest.from_nodes([-1] + [0] * readers, [1000] + [40] * readers, list(range(1, readers + 1)))
+        return int((choose_reconstructed(forest, **sizes, capacity=capacity, **options).place >= 0).sum())
+
+    assert [chosen(readers) for readers in (1, 2, 16, 40, 64, 256)] == [0, 0, 0, 0, 63, 63]
+    assert chosen(24) == 0
+    assert chosen(24, query_tokens=3) == 63
+    assert chosen(256, capacity=62) == 0
+    # Of two nodes the one with more readers goes first, in whatever order they are; the other is shorter and fits.
+    tree = [-1, -1, *[0] * 100, *[1] * 200]
+    forest = Forest.from_nodes(tree, [160, 320, *[8] * 300], list(range(2, 302)))
+    for capacity, want in ((30, range(30)), (29, range(10, 30)), (20, range(10, 30)), (19, range(10)), (9, ())):
+        got = choose_reconstructed(forest, **sizes, capacity=capacity)
+        assert np.flatnonzero(got.place >= 0).tolist() == list(want)
+
+
+def test_leaves_that_grow_are_never_chosen() -> None:
+    sizes = {"num_q_heads": 16, "latent": 512, "rope": 64, "nope": 128, "value": 128, "num_pages": 64}
+    forest = Forest.from_nodes([-1], [160], [0])
+    assert (choose_reconstructed(forest, **sizes, capacity=64, query_tokens=500).place < 0).all()
+    shared = Forest.from_nodes([-1], [160], [0, 0])
+    assert (choose_reconstructed(shared, **sizes, capacity=64, query_tokens=500).place >= 0).sum() == 10
+    with pytest.raises(TypeError, match=r"^forest: expected NumPy arrays"):
+        choose_reconstructed(jax.device_put(shared), **sizes, capacity=64)
 
 
 def test_an_unknown_implementation_is_refused() -> None:

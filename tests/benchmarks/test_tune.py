@@ -50,7 +50,7 @@ def test_the_blocks_that_are_tried_fit_and_include_those_in_force():
 def test_every_block_is_measured_while_planning_and_kernels_find_it(monkeypatch):
     def found() -> dict:
         blocks.append(in_force(128))
-        assert BLOCKS[64, 64] == before[64]
+        assert BLOCKS[64, 64] == before[64, 64]
         calls.append(attend_with("mosaic"))
         return {"kernel_us": 1.0}
 

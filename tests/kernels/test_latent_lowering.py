@@ -71,15 +71,12 @@ def test_why_not_names_what_the_kernels_do_not_take(changed: dict[str, Any], rea
     assert got is None if reason is None else re.search(reason, got)
 
 
-def test_other_kernels_do_not_take_values_in_keys_and_these_are_taken_by_name_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_kernels_do_not_take_values_in_keys_and_these_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [DEVICE])
     heads, scores = Heads(**LATENTS), Scores(0.1)
     plan = latent_plan(Forest.from_nodes([-1], [40], [0]), 128).arrays
-    assert backends.choose("mosaic", heads, scores, plan) is HOPPER_LATENT
-    with pytest.warns(UserWarning, match="attention runs on the xla path"):
-        assert backends.choose(None, heads, scores, plan) is backends.XLA
+    for name in ("mosaic", None):
+        assert backends.choose(name, heads, scores, plan) is HOPPER_LATENT
     with pytest.raises(ValueError, match=r"^implementation: 'mosaic' cannot serve: .*; or of latents .*; pass 'xla'"):
         backends.choose("mosaic", Heads(**LATENTS | {"num_kv_heads": 2}), scores, plan)
     for head_dim in (64, 128):
@@ -89,3 +86,11 @@ def test_other_kernels_do_not_take_values_in_keys_and_these_are_taken_by_name_on
     by_default = make_plan(Forest.from_nodes([-1], [40], [0]), **sizes, value_head_dim=VALUE).arrays
     assert HOPPER_LATENT.why_not(heads, DEVICE, scores, by_default) is None
     assert "a scale of 0 or more" in HOPPER_LATENT.why_not(heads, DEVICE, Scores(-1.0))
+
+
+def test_plans_of_reconstructed_heads_suit_the_kernels_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values are shorter than keys, too, but have pages of their own."""
+    monkeypatch.setattr(jax, "devices", lambda: [DEVICE])
+    sizes = {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 192, "value_head_dim": 128}
+    plan = make_plan(Forest.from_nodes([-1], [40], [0]), **sizes).arrays
+    assert backends.choose(None, Heads(*sizes.values()), Scores(0.1), plan) is HOPPER

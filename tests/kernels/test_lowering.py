@@ -71,7 +71,10 @@ def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(call: C
 
 @pytest.mark.parametrize(
     ("heads", "block_tokens", "kv_dtype"),
-    [*((*config, jnp.float8_e4m3fn) for config in CONFIGS if config[0].values is None), (*CONFIGS[-1], jnp.float8_e5m2)],
+    [
+        *((*config, jnp.float8_e4m3fn) for config in CONFIGS if config[0].values is None),
+        (*CONFIGS[-1], jnp.float8_e5m2),
+    ],
 )
 def test_pages_of_one_byte_lower_for_cuda(heads: Heads, block_tokens: int, kv_dtype: Any) -> None:
     forest = Forest.from_nodes([-1, 0], [200, 40], [1] * 9)

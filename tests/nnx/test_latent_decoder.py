@@ -143,7 +143,7 @@ def test_windows_and_softcaps_go_with_latents() -> None:
     assert_logits_follow(sampler.start(PROMPTS), numbered(PROMPTS), dense)
 
 
-def test_a_decoder_of_deepseeks_sizes_reaches_the_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_of_deepseeks_sizes_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     latent = Latent(size=512, nope_dim=12, rope_dim=64, value_dim=10)
     config = replace(CONFIG, num_layers=1, latent=latent, head_dim=576, mixture=None, dtype=jnp.bfloat16)
     hopper = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=132)
@@ -154,7 +154,7 @@ def test_a_decoder_of_deepseeks_sizes_reaches_the_kernels_by_name(monkeypatch: p
             patch.setattr(module, "default_tiling", default_tiling)
         plan = intervals.Intervals(config, 1, 16, 16).plan(forest, 1, None)
     family = HOPPER_LATENT._replace(why_not=lambda heads, _, *rest: HOPPER_LATENT.why_not(heads, hopper, *rest))
-    monkeypatch.setattr(backends, "BY_NAME", (family,))
+    monkeypatch.setattr(backends, "BACKENDS", (family,))
     model = Decoder(config, nnx.Rngs(0))
     graph, weights = nnx.split(model)
 

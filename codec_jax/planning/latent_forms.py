@@ -1,0 +1,105 @@
+"""Two forms of latent attention, and which of them a node is worth: its latents, or K and V of every head.
+
+    form            read for each token            products for each row and q head
+    absorbed        L + rope numbers               2 (2 L + rope)
+    reconstructed   N (nope + rope + V) numbers    2 (nope + rope + V)
+
+With few readers reading decides, and latents are small; with many readers products do, and K and V need fewer of them.
+What reconstruction itself takes is not counted: it is done once, for many steps. TyphoonMLA (Yüzügüler et al., arXiv
+2509.21081) has both forms for one prefix; here each node has the one that suits it.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from codec_jax import checks
+from codec_jax.forest import Forest, PageSubset
+from codec_jax.planning.published_rates import Rates, published_rates
+from pallas_kernels.packing import TILE_ROWS
+
+#: Of an H200, for devices whose rates are not published.
+_RATES = Rates(4.5e6, 650e6)
+
+
+def choose_reconstructed(
+    forest: Forest,
+    *,
+    num_q_heads: int,
+    latent: int,
+    rope: int,
+    nope: int,
+    value: int,
+    num_pages: int,
+    capacity: int,
+    query_tokens: int = 1,
+    itemsize: int = 2,
+) -> PageSubset:
+    """Choose the pages whose K and V are worth having: of nodes with many readers, those that save the most first.
+
+    A node is chosen whole, and none that grows. Rates are those published for the default device.
+
+    Args:
+      forest: a forest with NumPy arrays.
+      num_q_heads: N, of one device.
+      latent: L, numbers of a latent.
+      rope: numbers of the rotated key.
+      nope: numbers of the part of a head's key that has no position.
+      value: V, numbers of a head's value.
+      num_pages: pages of the pool.
+      capacity: pages that there is memory for: N (nope + rope + V) numbers for each of their tokens, and layer.
+      query_tokens: T, query tokens per request.
+      itemsize: bytes of a number, of latents and of K and V.
+
+    Returns the subset: `make_plan` takes it, and its `rest`. Raises TypeError for a forest that lives on a device.
+
+    >>> from codec_jax.latent import choose_reconstructed
+    >>> sizes = {"num_q_heads": 128, "latent": 512, "rope": 64, "nope": 128, "value": 128}
+    >>> forest = Forest.from_nodes([-1] + [0] * 256, [4096] + [16] * 256, list(range(1, 257)))
+    >>> chosen = choose_reconstructed(forest, **sizes, num_pages=1024, capacity=512)
+    >>> int((chosen.place >= 0).sum())
+    256
+
+    Source: DeepSeek-V2, section 2.1 (arXiv 2405.04434), for both forms.
+    """
+    checks.instance("forest", forest, Forest)
+    if not forest.is_host:
+        raise TypeError("forest: expected NumPy arrays, got arrays on a device; choose with the host's forest")
+    sizes = {"num_q_heads": num_q_heads, "latent": latent, "nope": nope, "value": value, "query_tokens": query_tokens}
+    for name, size in sizes.items():
+        checks.integer(name, size)
+    checks.integer("rope", rope, 0)
+    checks.integer("num_pages", num_pages)
+    checks.integer("capacity", capacity)
+    rows = forest.readers.astype(np.int64) * query_tokens
+    rates = published_rates(jax.devices()[0].device_kind) or _RATES
+    head = nope + rope + value
+    absorbed = _token_us(rows * num_q_heads, 1, latent + rope, 2 * latent + rope, itemsize, rates)
+    reconstructed = _token_us(rows, num_q_heads, num_q_heads * head, head, itemsize, rates)
+    saved = np.where(_grows(forest), 0.0, absorbed - reconstructed)
+    chosen, room = [], capacity
+    for node in np.argsort(-saved, kind="stable"):
+        pages = int(forest.page_count[node])
+        if saved[node] > 0 and 0 < pages <= room:
+            chosen.append(node)
+            room -= pages
+    ids = [forest.page_ids[forest.page_offset[n] : forest.page_offset[n] + forest.page_count[n]] for n in chosen]
+    return PageSubset.of(np.concatenate([np.empty(0, np.int32), *ids]), num_pages, capacity)
+
+
+def _token_us(
+    rows: Int[np.ndarray, " nodes"], kv_heads: int, numbers: int, products: int, itemsize: int, rates: Rates
+) -> Float[np.ndarray, " nodes"]:
+    """Return how long a token of each node takes: to be read once, or to be multiplied with whole tiles of rows."""
+    reading = numbers * itemsize / rates.bytes_per_us
+    multiplying = 2.0 * products * kv_heads * -(-rows // TILE_ROWS) * TILE_ROWS / rates.flops_per_us
+    return np.where(rows > 0, np.maximum(reading, multiplying), 0.0)
+
+
+def _grows(forest: Forest) -> np.ndarray:
+    """Tell which nodes are leaves of one request."""
+    grows = np.zeros(forest.node_capacity, bool)
+    grows[forest.leaf[forest.leaf >= 0]] = True
+    return grows & (forest.readers == 1)
