@@ -78,8 +78,8 @@ def latent_attention(
       reconstructed: K and V of some pages, which are attended in their place; `plan` is then of the subset's `rest`.
         Worth it where many requests share them (`choose_reconstructed`).
       scale: factor on the scores; defaults to 1 / sqrt(nope + rope).
-      implementation: as in `forest_attention`. "mosaic", for L = 512, rope = 64 and a plan with value_head_dim=L, has
-        to be named; it multiplies in the dtype of the pages, to which it rounds the query.
+      implementation: as in `forest_attention`. "mosaic" takes L = 512, rope = 64 and a plan with value_head_dim=L; it
+        multiplies in the dtype of the pages, to which it rounds the query.
 
     Returns [B, T, N, V] in the dtype of query_nope; query, scores and sums are float32 on the way.
 
