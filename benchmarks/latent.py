@@ -2,37 +2,50 @@
 
     python -m benchmarks.latent --json benchmarks/results/latent_h200.json
 
-Every forest is attended with the q heads of several models and held to float32 attention. Times are those of
-benchmarks/attention.py. The roofline is what reading every latent once (and q and out) would take, or the products.
+Every forest is attended with the q heads of several models and held to float32 attention; where it has shared nodes,
+also with K and V of their heads, reconstructed beforehand (`codec_jax.latent`). Times are those of
+benchmarks/attention.py, of attention's own kernels: what applies up_key and up_value is in both forms, and in
+`call_us` only. The roofline is what reading every latent once, or K and V of a node (and q and out) would take, or the
+products, in the cheaper form of each node.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 from tqdm import tqdm
 
 from benchmarks.attention import bounds
 from benchmarks.ceilings import ceilings
 from benchmarks.inputs import MIN_BLOCKS, Inputs, Layout, check, make_inputs, reference
+from benchmarks.peers import LATENTS, Peers
 from benchmarks.report import conclude
 from benchmarks.rows import attempt, collect, conditions
-from benchmarks.timing import command, kernel_time, parse
+from benchmarks.timing import command, kernel_runs, kernel_time, parse
 from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import LATENT, LATENT_PROBE, Workload
-from codec_jax import make_plan
+from codec_jax import PageSubset, make_plan
 from codec_jax.attention import forest_attention
+from codec_jax.attention.latent import absorbed, expanded
+from codec_jax.latent import Reconstructed, choose_reconstructed, latent_attention, reconstruct
 
 #: Numbers of a token, and of a value.
 KEY, VALUE = 576, 512
 _BYTES = 2  # of a number
 #: Of DeepSeek-V2-Lite, of Kimi K2, of DeepSeek-V3.
 _Q_HEADS = (16, 64, 128)
+
+
+#: Numbers of a head of K and V: the part of a key without a position, and a value.
+NOPE, HEAD_VALUE = 128, 128
 
 
 def main() -> None:
@@ -43,36 +56,57 @@ def main() -> None:
     parser.add_argument("--implementation", default="mosaic")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="four forests only")
+    parser.add_argument("--peers", action="store_true", help="FlashInfer's MLA too; it compiles kernels at first")
     arguments = parse(parser)
     rows = collect(measure_all(LATENT_PROBE if arguments.quick else LATENT, arguments), arguments.json)
     conclude("latent", rows, arguments.json, [f"{row['name']}, {row['variant']}" for row in rows if "error" in row])
 
 
 def measure_all(workloads: Sequence[Workload], arguments: argparse.Namespace) -> Iterator[dict]:
-    """Yield a row for every number of q heads on every forest; one that fails says why, and does not end it."""
+    """Yield a row for every number of q heads and form on every forest; one that fails says why, and ends none."""
+    peers = Peers(LATENTS) if arguments.peers else None
     for q_heads in tqdm(arguments.q_heads):
         layout = Layout(q_heads, 1, KEY, arguments.page_size)
         for workload in workloads:
+            asked = arguments.implementation, arguments.repeats
             with GPU.taken():
                 inputs = make_inputs(workload, layout)
-                row = {"variant": f"{q_heads} q heads", "implementation": arguments.implementation}
-                row |= bounds_of(workload, inputs, layout)
-                measured = partial(measure, inputs, layout, arguments.implementation, arguments.repeats)
-                yield row | attempt(measured, "kernel_us", "error") | conditions(layout)
+                known = conditions(layout, *(["torch", "flashinfer-python"] if peers else []))
+                known |= {"implementation": arguments.implementation} | bounds_of(workload, inputs, layout)
+                row = {"variant": f"{q_heads} q heads"} | known
+                row |= attempt(partial(measure, inputs, layout, *asked), "kernel_us", "error")
+                if peers:
+                    expected = reference(inputs._replace(value_pages=inputs.key_pages))[..., :VALUE]
+                    row |= peers.measure(workload, layout, expected, arguments.repeats)
+                yield row
+                if (inputs.forest.readers > 1).any():
+                    measured = partial(measure_reconstructed, inputs, layout, *asked)
+                    row = {"variant": f"{q_heads} q heads, K and V of what is shared"} | known
+                    yield row | attempt(measured, "kernel_us", "error")
+    if peers:
+        peers.close()
 
 
 def bounds_of(workload: Workload, inputs: Inputs, layout: Layout) -> dict:
-    """Count latents, and what reading each once, or multiplying, takes at least."""
-    counted, most = bounds(workload, inputs.forest, layout), ceilings()
-    size = counted["unique_tokens"] * KEY * _BYTES
-    rows = len(workload.leaf) * layout.num_q_heads
-    reading = (size + rows * (KEY + VALUE) * _BYTES) / most.read_bytes_per_us
-    multiplying = 2 * counted["total_tokens"] * layout.num_q_heads * (KEY + VALUE) / most.flops_per_us
-    return counted | {"unique_bytes": size, "roofline_us": max(reading, multiplying)}
+    """Count latents, and what reading each once, or multiplying, takes at least: of each node in its cheaper form."""
+    forest, heads, most = inputs.forest, layout.num_q_heads, ceilings()
+    counted = bounds(workload, forest, layout)
+    tokens, rows = forest.length.astype(np.float64), forest.readers * heads
+    tokens = np.where(rows > 0, tokens, 0.0)
+    forms = [(KEY, KEY + VALUE), (heads * (NOPE + KEY - VALUE + HEAD_VALUE), NOPE + KEY - VALUE + HEAD_VALUE)]
+    reading = np.stack([tokens * numbers * _BYTES for numbers, _ in forms]) / most.read_bytes_per_us
+    multiplying = np.stack([2 * tokens * rows * products for _, products in forms]) / most.flops_per_us
+    cheaper = np.maximum(reading, multiplying).argmin(axis=0)[None]
+    queries = len(workload.leaf) * heads * (KEY + VALUE) * _BYTES / most.read_bytes_per_us
+    total = (float(np.take_along_axis(each, cheaper, 0).sum()) for each in (reading, multiplying))
+    return counted | {
+        "unique_bytes": counted["unique_tokens"] * KEY * _BYTES,
+        "roofline_us": max(next(total) + queries, next(total)),
+    }
 
 
 def measure(inputs: Inputs, layout: Layout, implementation: str, repeats: int) -> dict:
-    """Check a call and time its kernels."""
+    """Check a call over latents and time its kernels."""
     forest, query, pages, _ = inputs
     expected = reference(inputs._replace(value_pages=pages))[..., :VALUE]
     plan = make_plan(forest, **layout.heads, value_head_dim=VALUE, block_capacity=MIN_BLOCKS)
@@ -83,10 +117,72 @@ def measure(inputs: Inputs, layout: Layout, implementation: str, repeats: int) -
     return {"kernel_us": kernel_us, "launches": launches, "relative_error": error}
 
 
+class Heads(NamedTuple):
+    """Queries of heads, and the weights between them and latents."""
+
+    query_nope: Array  # [B, 1, N, 128]
+    query_rope: Array  # [B, 1, N, 64]
+    up_key: Array  # [512, N, 128]
+    up_value: Array  # [512, N, 128]
+
+    @classmethod
+    def random(cls, requests: int, num_q_heads: int) -> Heads:
+        """Draw them such that scores are about 1."""
+        shapes = (requests, 1, num_q_heads, NOPE), (requests, 1, num_q_heads, KEY - VALUE)
+        weights = (VALUE, num_q_heads, NOPE), (VALUE, num_q_heads, HEAD_VALUE)
+        keys = jax.random.split(jax.random.key(1), 4)
+        drawn = [jax.random.normal(key, shape) for key, shape in zip(keys, (*shapes, *weights), strict=True)]
+        return cls(*(x.astype(jnp.bfloat16) for x in (*drawn[:2], *(w * VALUE**-0.5 for w in drawn[2:]))))
+
+
+def measure_reconstructed(inputs: Inputs, layout: Layout, implementation: str, repeats: int) -> dict:
+    """Check a call over K and V of what is shared and latents of the rest; time attention's kernels, and all of them.
+
+    `chosen_pages` are those that `choose_reconstructed` would have reconstructed, of `reconstructed_pages`.
+    """
+    forest, latents, requests = inputs.forest, inputs.key_pages, len(inputs.query)
+    given = Heads.random(requests, layout.num_q_heads)
+    query = absorbed(*given[:3])
+    scale = (NOPE + KEY - VALUE) ** -0.5
+    exact = inputs._replace(query=query * scale * KEY**0.5, value_pages=latents)  # scaled by KEY ** -0.5 there
+    expected = np.asarray(expanded(jnp.asarray(reference(exact)[:, None]), given.up_value))[:, 0]
+    nodes = np.flatnonzero(forest.readers > 1)
+    pages = np.concatenate([forest.pages_of(int(node)) for node in nodes])
+    subset = PageSubset.of(pages, len(latents), len(pages))
+    sizes = {"num_q_heads": layout.num_q_heads, "latent": VALUE, "rope": KEY - VALUE, "nope": NOPE}
+    chosen = choose_reconstructed(forest, **sizes, value=HEAD_VALUE, num_pages=len(latents), capacity=len(latents))
+    rest = make_plan(forest, **layout.heads, value_head_dim=VALUE, block_capacity=MIN_BLOCKS, subset=subset.rest)
+    of_heads = layout._replace(num_kv_heads=layout.num_q_heads, head_dim=NOPE + KEY - VALUE).heads
+    plan = make_plan(forest, **of_heads, value_head_dim=HEAD_VALUE, block_capacity=MIN_BLOCKS, subset=subset)
+    shared = jax.jit(reconstruct)(latents[subset.page_ids], given.up_key, given.up_value)
+    on_device = jax.device_put((*given[:2], latents, *given[2:], forest, rest, Reconstructed(shared, plan)))
+    attend = compiled_once(_attend_both_with(implementation), *on_device, tuned=implementation == "xla")
+    error = check(attend(*on_device), expected)
+    runs = kernel_runs(lambda: attend(*on_device), repeats)
+    own = [[ms for name, ms in run if "mosaic" in name] for run in runs]
+    return {
+        "kernel_us": 1e3 * statistics.median(map(sum, own)),
+        "call_us": 1e3 * statistics.median(sum(ms for _, ms in run) for run in runs),
+        "launches": len(runs[0]),
+        "reconstructed_pages": len(pages),
+        "chosen_pages": int((chosen.place >= 0).sum()),
+        "relative_error": error,
+    }
+
+
 @cache
 def _attend_with(implementation: str) -> Callable[..., Array]:
     def attend(query: Array, pages: Array, forest: Any, plan: Any) -> Array:
         return forest_attention(query, pages, None, forest, plan, implementation=implementation)
+
+    return jax.jit(attend)
+
+
+@cache
+def _attend_both_with(implementation: str) -> Callable[..., Array]:
+    def attend(*arguments: Any) -> Array:
+        *given, reconstructed = arguments
+        return latent_attention(*given, reconstructed=reconstructed, implementation=implementation)
 
     return jax.jit(attend)
 

@@ -2,6 +2,7 @@
 
     FlashInfer decode   a request's page table lists the pages of all nodes on its path: what is shared is stored once
     FlashInfer cascade  one level for each depth of the tree; a node is an entry of its level, with its readers' queries
+    FlashInfer MLA      as its decode, over latents (benchmarks/latent.py)
     FlashAttention-3    each request has a contiguous copy of its context (benchmarks/flash_attention.py)
     FlexAttention       all pages are one long context, of which a mask says who reads what (benchmarks/flex.py)
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _WORKSPACE_BYTES = 1 << 30
 _PARTIALS_BYTES = 2 << 30  # of the persistent kernel, most with a q head for each kv head
 _CUDA_CORE_GROUPS = 1, 2, 3, 4, 8  # q heads per kv head
+_LATENT = 512  # numbers of a latent
 
 
 class PageTable(NamedTuple):
@@ -251,6 +253,32 @@ def cascade(tensors: Tensors, backend: str) -> Run:
     return run
 
 
+def mla(tensors: Tensors, backend: str) -> Run:
+    """Plan batch attention over latents, absorbed, for a row of each request; the first 512 numbers are the values."""
+    import torch
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    query, table = tensors.query, request_table(tensors.forest)
+    _, num_q_heads, head_dim = query.shape
+    latents = tensors.pages_of(table)[0][:, :, 0]
+    wrapper = BatchMLAPagedAttentionWrapper(tensors.workspace, backend=backend)
+    wrapper.plan(
+        *(torch.from_numpy(x).cuda() for x in (table.row_ptr, table.page_ptr, table.pages, table.tokens)),
+        num_q_heads,
+        _LATENT,
+        head_dim - _LATENT,
+        table.page_size,
+        False,
+        head_dim**-0.5,
+        query.dtype,
+        query.dtype,
+    )
+    halves = [each.split([_LATENT, head_dim - _LATENT], dim=-1) for each in (query, latents)]
+    query_parts = [part.contiguous() for part in halves[0]]
+    out = torch.empty_like(query_parts[0])
+    return lambda: wrapper.run(*query_parts, *halves[1], out=out)
+
+
 #: Each peer's configurations, of which the fastest counts.
 PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
     "flashinfer_decode": {
@@ -263,6 +291,10 @@ PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
         "fa2": functools.partial(cascade, backend="fa2"),
         "fa3": functools.partial(cascade, backend="fa3"),
     },
+    "flashinfer_mla": {
+        "fa2": functools.partial(mla, backend="fa2"),
+        "fa3": functools.partial(mla, backend="fa3"),
+    },
     "flash_attention": {
         "planned": lambda tensors: flash_attention.attend(*tensors[:3], planned=True),
         "scheduled by the call": lambda tensors: flash_attention.attend(*tensors[:3], planned=False),
@@ -274,6 +306,7 @@ PEERS: dict[str, dict[str, Callable[[Tensors], Run]]] = {
     },
 }
 FLASHINFER, OTHERS = ("flashinfer_decode", "flashinfer_cascade"), ("flash_attention", "flex_attention")
+LATENTS = ("flashinfer_mla",)
 
 #: A cascade rounds its partial results to bfloat16 at every level.
 MAX_PEER_ERROR = 3 * MAX_RELATIVE_ERROR

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from codec_jax import Forest, PagePool, PageSubset, Plan, PlanError, make_plan
 from codec_jax.attention import forest_attention
+from codec_jax.attention.latent import expanded
 from codec_jax.latent import Reconstructed, choose_reconstructed, latent_attention, reconstruct
 from codec_jax.traffic import count_pass
 
@@ -159,6 +160,17 @@ def test_half_precision_is_exact_up_to_the_rounding_of_the_output() -> None:
     assert_close(out, attend_each(given, SECTIONS), 2 * 2**-8)
     pages = reconstruct(*given[2:])
     chex.assert_type([pages.key, pages.value], jnp.bfloat16)
+
+
+def test_values_of_float32_sums_keep_what_bfloat16_weights_leave_of_them() -> None:
+    """In two parts: one rounded to bfloat16 would be 2**-9 off."""
+    rng = np.random.default_rng(0)
+    attended = jnp.asarray(rng.normal(size=(2, 1, 4, 32)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(32, 4, 16)), jnp.bfloat16)
+    want = np.einsum("btnl,lnv->btnv", np.asarray(attended, np.float64), np.asarray(weights, np.float64))
+    got = np.asarray(jax.jit(expanded)(attended, weights), np.float64)
+    size = np.einsum("btnl,lnv->btnv", np.abs(attended), np.abs(np.asarray(weights, np.float64)))
+    assert (np.abs(got - want) < 2**-16 * size).all()
 
 
 def test_dtypes_of_weights_pages_and_queries_may_differ() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import latent, tables
 from benchmarks.inputs import Layout, make_inputs
-from benchmarks.workloads import shared_root
+from benchmarks.workloads import flat, shared_root
 
 WORKLOAD = shared_root(300, 3, 20)
 
@@ -17,15 +17,25 @@ def test_every_number_of_q_heads_is_measured_and_held_to_the_first_numbers_of_th
 ) -> None:
     monkeypatch.setattr(latent, "kernel_time", lambda call, repeats: (float(jnp.asarray(call()).size), 2))
     monkeypatch.setattr(latent, "MIN_BLOCKS", 64)
-    asked = Namespace(q_heads=[2, 4], page_size=16, implementation="xla", repeats=1)
-    rows = list(latent.measure_all([WORKLOAD], asked))
-    assert [row.get("error") for row in rows] == [None, None]
-    assert [(row["variant"], row["kernel_us"]) for row in rows] == [
-        ("2 q heads", 3 * 2 * 512),
-        ("4 q heads", 3 * 4 * 512),
+    # Of a call over K and V the size of what comes out tells which it was, and 2 of 3 kernels are attention's.
+    monkeypatch.setattr(
+        latent, "kernel_runs", lambda call, repeats: [[("a_mosaic_gpu", call().size / 1e3), ("gemm", 1.0)]] * 2
+    )
+    asked = Namespace(q_heads=[2, 4], page_size=16, implementation="xla", repeats=1, peers=False)
+    rows = list(latent.measure_all([WORKLOAD, flat(2, 30)], asked))
+    assert [row.get("error") for row in rows] == [None] * 6
+    assert [(row["variant"], row["kernel_us"], row.get("call_us")) for row in rows] == [
+        (f"{heads} q heads{form}", requests * heads * numbers, call_us)
+        for heads in (2, 4)
+        for requests, form, numbers, call_us in (
+            (3, "", 512, None),
+            (3, ", K and V of what is shared", 128, 1000 + 3 * heads * 128),
+            (2, "", 512, None),
+        )
     ]
+    assert [row.get("reconstructed_pages") for row in rows] == [None, 19, None] * 2
     assert all(row["relative_error"] < 5e-3 for row in rows)
-    assert tables.score_variants(rows).count("μs") == 2
+    assert tables.score_variants(rows).count("μs") == 6
 
 
 def test_the_roofline_counts_a_latent_once_and_its_products_for_every_request() -> None:
@@ -35,3 +45,8 @@ def test_the_roofline_counts_a_latent_once_and_its_products_for_every_request() 
     assert few["unique_bytes"] == 360 * 576 * 2
     assert few["roofline_us"] == pytest.approx((360 * 1152 + 3 * 16 * 1088 * 2) / 4.52e6)
     assert many["roofline_us"] == pytest.approx(2 * 960 * (1 << 20) * 1088 / 700e6)
+    # Of a root with many readers K and V are cheaper: 100 of them, 320 products a row and token.
+    crowd = shared_root(300, 100, 1)
+    inputs = make_inputs(crowd, Layout(1, 1, 576))
+    both = latent.bounds_of(crowd, inputs, Layout(128, 1, 576))["roofline_us"]
+    assert both == pytest.approx((300 * 128 * 640 + 100 * 1152 + 100 * 128 * 1088 * 2) / 4.52e6)
