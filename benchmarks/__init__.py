@@ -14,4 +14,4 @@ _MEASURING = (
     "ceilings",
     "your_gpu",
 )
-COMMANDS = (*_MEASURING, "serving", "scaling", "churn", "planning", "plot", "report")
+COMMANDS = (*_MEASURING, "serving", "vllm_serving", "scaling", "churn", "planning", "plot", "report")

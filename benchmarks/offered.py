@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from benchmarks.traces import BLOCK_TOKENS
+TRACE = Path(__file__).parent / "data" / "mooncake_conversation_2000.jsonl"
+BLOCK_TOKENS = 512  # of a Mooncake trace
 
 
 class Offered(NamedTuple):

@@ -19,12 +19,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import patch
 
 import jax.numpy as jnp
@@ -32,12 +29,12 @@ from tqdm import tqdm
 
 from benchmarks.churn import TINY
 from benchmarks.decode_step import layout_of
-from benchmarks.offered import Offered, questions, rollouts, trace
+from benchmarks.loads import Case, add_arguments, cases
+from benchmarks.offered import Offered
 from benchmarks.replay import replay
 from benchmarks.report import conclude
 from benchmarks.rows import attempt, collect, conditions
 from benchmarks.timing import command, parse
-from benchmarks.traces import TRACE
 from benchmarks.turns import GPU
 from codec_jax.forest import Forest, PrefixCache
 from codec_jax.nnx import PUBLISHED, Decoder, random_decoder
@@ -45,16 +42,8 @@ from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
 from codec_jax.nnx.scheduler import Running
 
-WORKLOADS = ("trace", "rollouts", "questions")
 #: Sizes of the engine; without a number of pages it takes those that fit.
 SIZES = {"max_requests": 64, "num_pages": None, "page_size": 16, "prefill_tokens": 2048, "steps": 8}
-
-
-class Case(NamedTuple):
-    """Load with a name."""
-
-    name: str
-    load: Callable[[int], list[Offered]]  # by the size of the vocabulary
 
 
 def main() -> None:
@@ -75,46 +64,14 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command(__doc__)
-    parser.add_argument("--workload", choices=WORKLOADS, default="trace")
+    add_arguments(parser)
     parser.add_argument("--model-sizes", nargs="+", choices=PUBLISHED, default=["qwen3-4b"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--tiny", action="store_true", help="a tiny model on any device; choose a small load, too")
-    parser.add_argument("--trace", type=Path, default=TRACE, help="a file in Mooncake's format")
-    parser.add_argument("--requests", type=int, default=1000, help="of the trace, from its beginning")
-    parser.add_argument("--speed", type=float, default=20.0, help="of the trace's clock; inf: all at once")
-    parser.add_argument("--prompts", type=int, default=64, help="of rollouts")
-    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1024, 8192, 32_768], help="a case each")
-    parser.add_argument("--questions", type=int, default=256)
-    parser.add_argument("--question-tokens", type=int, default=64)
-    parser.add_argument("--documents", type=int, default=4, help="that the questions are about")
-    parser.add_argument("--document-tokens", type=int, default=32_768)
-    parser.add_argument("--new-tokens", type=int, help="of each sample (default: 512) or answer (default: 128)")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, help="of the engine")
     parser.add_argument("--max-context", type=int, help="of the engine; defaults to the longest of all cases")
     return parser
-
-
-def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Return the cases of a workload."""
-    if arguments.workload == "trace":
-        speed = f"{arguments.speed:g} times as fast" if math.isfinite(arguments.speed) else "all at once"
-        load = partial(trace, arguments.trace, arguments.requests, arguments.speed)
-        return [Case(f"{arguments.requests} requests of a trace, {speed}", load)]
-    if arguments.workload == "questions":
-        documents, tokens = arguments.documents, arguments.document_tokens
-        load = partial(
-            questions, arguments.questions, documents, tokens, arguments.question_tokens, arguments.new_tokens or 128
-        )
-        return [Case(f"{arguments.questions} questions, {documents} documents of {tokens}", load)]
-    prompts, samples, new_tokens = arguments.prompts, arguments.samples, arguments.new_tokens or 512
-    return [
-        Case(
-            f"{prompts} prompts of {tokens}, {samples} samples", partial(rollouts, prompts, samples, tokens, new_tokens)
-        )
-        for tokens in arguments.prompt_tokens
-    ]
 
 
 def measure_all(model: Decoder, cases: list[Case], variants: list[str], sizes: dict) -> Iterator[dict]:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.inputs import Case
+from benchmarks.offered import BLOCK_TOKENS, TRACE
 from benchmarks.workloads import Workload
 from codec_jax.forest.radix_tree import shared_tokens
 
 _DATA = Path(__file__).parent / "data"
-RECORDED, TRACE = _DATA / "tot_sorting128.json", _DATA / "mooncake_conversation_2000.jsonl"
+RECORDED = _DATA / "tot_sorting128.json"
 
 MAX_TREES = 24  # of a file are measured, from the smallest to the largest
-BLOCK_TOKENS = 512  # of a Mooncake trace
 BATCHES, BATCHES_OF_A_SIZE = (16, 32, 64), 4
 
 
