@@ -18,7 +18,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tiles(monkeypatch)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def setup() -> Setup:
     """One sampler for all tests, so that its steps compile once.
 
