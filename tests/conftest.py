@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+from collections.abc import Iterator
 from importlib.metadata import version
 
 # In interpret mode each warpgroup takes a thread of JAX's CPU client, which has as many as the machine has cores unless
@@ -42,6 +43,14 @@ gc.set_threshold(50_000, 10, 10)
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay to the end
+
+
+@pytest.fixture(scope="module")
+def _others_set_aside() -> Iterator[None]:
+    """For benchmarks that collect garbage between their runs: what other tests left is not looked through each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -54,8 +54,8 @@ class SmallModel:
 
 @pytest.fixture(scope="session")
 def game_sampler() -> Sampler:
-    """A sampler of the decoder that plays Game of 24, compiled once: 8 puzzles with 20 states of each."""
-    return tree_of_thoughts.new_sampler(8, 5, 4)
+    """A sampler of the decoder that plays Game of 24, compiled once: 4 puzzles with 20 states of each."""
+    return tree_of_thoughts.new_sampler(4, 5, 4)
 
 
 @pytest.fixture(scope="session")
