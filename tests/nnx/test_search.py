@@ -42,7 +42,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
 
 
 class Both:
-    """A checkpoint that transformers wrote, here and there; of the sizes of the other tests' decoder, for one engine."""
+    """A checkpoint that transformers wrote, here and there, of the sizes of the other tests' decoder."""
 
     def __init__(self, directory: Path) -> None:
         self.torch = pytest.importorskip("torch", reason="beams are compared with those of transformers")
