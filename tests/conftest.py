@@ -1,7 +1,9 @@
 """Settings of every test: strict dtypes, exact products, reproducible examples, GPU tests only where there is a GPU."""
 
+import gc
 import os
 import shutil
+from collections.abc import Iterator
 from importlib.metadata import version
 
 # In interpret mode each warpgroup takes a thread of JAX's CPU client, which has as many as the machine has cores unless
@@ -13,6 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
 # Most programs run once or twice, and on a CPU making machine code of them at full effort takes longer than it saves.
 if shutil.which("nvidia-smi") is None:
     flags = ["--xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
+    flags.append("--xla_cpu_parallel_codegen_split_count=1")  # small programs: parts cost more than they save
     if version("jaxlib").startswith("0.10."):  # newer ones have no other emitters, and end at a flag that is unknown
         flags.append("--xla_cpu_use_fusion_emitters=false")  # half the time
     os.environ["XLA_FLAGS"] = " ".join(flags)
@@ -32,6 +35,22 @@ pytest.register_assert_rewrite("attending", "kernel_calls", "paged_rows", "plan_
 
 hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("reproducible")
+
+
+# Jaxprs are many small objects, and nearly all of them stay: looking through them all for garbage is done less often.
+gc.set_threshold(50_000, 10, 10)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay to the end
+
+
+@pytest.fixture(scope="module")
+def _others_set_aside() -> Iterator[None]:
+    """For benchmarks that collect garbage between their runs: what other tests left is not looked through each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache as cached
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
@@ -38,6 +38,7 @@ from codec_jax.nnx import validate
 from codec_jax.nnx.batch import Plans, all_plans
 from codec_jax.nnx.completions import complete
 from codec_jax.nnx.decoder import Decoder
+from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Interval, Intervals
 from codec_jax.nnx.loops import turns_for
@@ -126,18 +127,8 @@ class Sampler:
         )
         self._engine: Engine | None = None  # until the first call of `generate`
 
-        def prefill(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
-            return prefill_step(model, implementation, *rest, parallel=parallel)
-
-        @cached
-        def decode_program(turns: int) -> Program:
-            def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
-                return decode_loop(model, turns, implementation, *rest, parallel=parallel)
-
-            return program(placed.graph, placed.config, placed.mesh, decode, donate=(1,))
-
-        self._decode_program = decode_program
-        self._prefill = program(placed.graph, placed.config, placed.mesh, prefill, donate=(1,))
+        self._prefill = _prefill_program(placed.graph, placed.config, placed.mesh, implementation)
+        self._decode_program = partial(_decode_program, placed.graph, placed.config, placed.mesh, implementation)
 
     def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take the weights that a model has now, for all calls from here on.
@@ -441,3 +432,27 @@ class Sampler:
             self._model.weights, cache, logits, wave.chunks, plan, wave.tokens, wave.store, wave.chunk_of_request
         )
         return plan, cache, logits
+
+
+@lru_cache(maxsize=16)
+def _prefill_program(
+    graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, implementation: str | None
+) -> Program:
+    """Return a jitted wave; samplers of one model have the same, so that a second one compiles nothing."""
+
+    def prefill(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
+        return prefill_step(model, implementation, *rest, parallel=parallel)
+
+    return program(graph, config, mesh, prefill, donate=(1,))
+
+
+@lru_cache(maxsize=16)
+def _decode_program(
+    graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, implementation: str | None, turns: int
+) -> Program:
+    """Return a jitted loop of so many turns, the same for all samplers of one model."""
+
+    def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
+        return decode_loop(model, turns, implementation, *rest, parallel=parallel)
+
+    return program(graph, config, mesh, decode, donate=(1,))

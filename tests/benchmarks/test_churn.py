@@ -9,6 +9,8 @@ from codec_jax.nnx import random_decoder
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("_others_set_aside")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_rows() -> None:

@@ -17,6 +17,8 @@ from codec_jax.nnx import Decoder, random_decoder
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("_others_set_aside")
+
 VOCAB, PAGE_SIZE, DOCUMENT, QUESTION = TINY.vocab_size, 16, 64, 9
 LONGEST = DOCUMENT + 7  # of most loads, so that their engines have the same programs
 SIZES = {"max_requests": 3, "num_pages": 48, "page_size": PAGE_SIZE, "prefill_tokens": 128, "steps": 4}

@@ -1,8 +1,10 @@
 """The example about documents: its answers against dense attention, what it counts, and what it refuses."""
 
 import re
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from xml.etree import ElementTree
 
@@ -11,11 +13,20 @@ import numpy as np
 import pytest
 from models import read_text
 
-from codec_jax.nnx import Decoding
+import codec_jax.nnx
+from codec_jax.nnx import Decoding, Engine
 
 MAX_NEW = 40
 DOCUMENTS = [" ".join(f"w{i}" for i in np.random.default_rng(d).integers(6, 40, 100)) for d in range(2)]
 QUESTIONS = ["w8 w7 w30", "w9", "w8 w10"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_size_of_chunks() -> Iterator[None]:
+    """The engine has fewer programs to compile."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(codec_jax.nnx, "Engine", partial(Engine, prefill_tokens=128))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tiles(monkeypatch)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def setup() -> Setup:
     """One sampler for all tests, so that its steps compile once.
 
@@ -37,7 +37,7 @@ def setup() -> Setup:
         dtype=jnp.float32,
         param_dtype=jnp.float32,
     )
-    graph, weights = nnx.split(Decoder(config, nnx.Rngs(0)))
+    graph, weights = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     rng = np.random.default_rng(0)
     weights = jax.tree.map(
         lambda x: jnp.asarray(1.0 + (x.ndim > 1) * (rng.normal(size=x.shape) * 2 * x.shape[0] ** -0.5 - 1.0), x.dtype),

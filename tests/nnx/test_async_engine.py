@@ -17,7 +17,7 @@ from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 
 @pytest.fixture(scope="module")
 def shared(setup: Setup) -> Engine:
-    return make_engine(setup.dense.model, max_requests=4, prefill_tokens=128)
+    return make_engine(setup.dense.model)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ CONFIG = DecoderConfig(
 
 def sharp(config: DecoderConfig) -> Decoder:
     """Weights with sharp attention and texts that do not repeat, in which norms and biases count."""
-    graph, weights = nnx.split(Decoder(config, nnx.Rngs(0)))
+    graph, weights = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     rng = np.random.default_rng(0)
 
     def draw(x: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def mesh_of(context: int, tensor: int) -> Mesh:
 
 def sharp(seed: int) -> Decoder:
     """Weights with sharp attention and texts that do not repeat."""
-    graph, weights = nnx.split(Decoder(CONFIG, nnx.Rngs(0)))
+    graph, weights = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
     weights = jax.tree.map(
         lambda x: jnp.asarray(1.0 + (x.ndim > 1) * (rng.normal(size=x.shape) * 2 * x.shape[0] ** -0.5 - 1.0), x.dtype),

@@ -28,7 +28,9 @@ MESHES = [Mesh([[device]], (CONTEXT, TENSOR)) for device in jax.devices()[:2]]
 @pytest.fixture(scope="module")
 def pair(setup: Setup) -> Replicas:
     """Each on a device of its own, where there are two."""
-    return Replicas([make_engine(setup.dense.model, mesh=MESHES[i % len(MESHES)]) for i in range(2)])
+    return Replicas(
+        [make_engine(setup.dense.model, mesh=MESHES[i % len(MESHES)], prefill_tokens=128) for i in range(2)]
+    )
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def replicas(pair: Replicas, setup: Setup) -> Iterator[Replicas]:
 
 @pytest.fixture(scope="module")
 def alone(setup: Setup) -> Engine:
-    return make_engine(setup.dense.model, mesh=MESHES[0])
+    return make_engine(setup.dense.model, mesh=MESHES[0], prefill_tokens=128)
 
 
 def run(replicas: Replicas) -> list[Request]:

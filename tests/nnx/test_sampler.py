@@ -222,6 +222,15 @@ def test_on_tokens_gets_what_is_generated_as_it_comes(sampler: Sampler, dense: D
     assert all(0 < len(tokens) <= STEPS for _, tokens in calls)
 
 
+def test_a_second_sampler_of_a_model_compiles_nothing(sampler: Sampler, setup: Setup, compilations: list[str]) -> None:
+    sampler.decode(sampler.start(PROMPTS), 3)
+    compilations.clear()
+    sizes = {"max_requests": REQUESTS, "num_pages": PAGES, "page_size": PAGE_SIZE, "max_context": CONTEXT}
+    second = Sampler(setup.dense.model, **sizes, steps=STEPS)
+    second.decode(second.start(PROMPTS), 3)
+    assert not compilations
+
+
 def test_loops_that_run_to_their_ends_generate_the_same_in_few_programs(
     setup: Setup, dense: Dense, monkeypatch: pytest.MonkeyPatch, compilations: list[str]
 ) -> None:

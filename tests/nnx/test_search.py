@@ -27,26 +27,28 @@ EARLY_STOPPING = st.sampled_from([True, False, "never"])
 LENGTH_PENALTY = st.sampled_from([-1.0, 0.0, 0.6, 1.0, 2.5])
 
 
+@pytest.fixture(scope="module")
+def shared(setup: Setup) -> Engine:
+    return make_engine(setup.dense.model)
+
+
 @pytest.fixture
-def engine(setup: Setup) -> Iterator[Engine]:
-    engine = make_engine(setup.dense.model)
-    yield engine
-    assert_no_page_leaked(engine)
+def engine(shared: Engine) -> Iterator[Engine]:
+    yield shared
+    assert_no_page_leaked(shared)
 
 
 # --- As transformers does it -------------------------------------------------------------------------------------
 
 
 class Both:
-    """A checkpoint that transformers wrote, here and there."""
+    """A checkpoint that transformers wrote, here and there, of the sizes of the other tests' decoder."""
 
     def __init__(self, directory: Path) -> None:
         self.torch = pytest.importorskip("torch", reason="beams are compared with those of transformers")
         transformers = pytest.importorskip("transformers", reason="beams are compared with those of transformers")
-        rope = {"rope_theta": 100.0, "rope_type": "default"}
-        config = transformers.Qwen3Config(
-            **SIZES, rope_parameters=rope, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None
-        )
+        sizes = {**SIZES, "intermediate_size": 48, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+        config = transformers.Qwen3Config(**sizes, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
         self.torch.manual_seed(0)
         self.model = transformers.Qwen3ForCausalLM(config).eval()
         with self.torch.no_grad():
@@ -139,7 +141,7 @@ def tiny() -> Dense:
 @pytest.fixture(scope="module")
 def cramped(tiny: Dense) -> Engine:
     """With less room than the beams need together."""
-    return make_engine(tiny.model, num_pages=14, max_context=48)
+    return make_engine(tiny.model, num_pages=14, max_context=48, prefill_tokens=128)
 
 
 @settings(max_examples=40)
