@@ -13,7 +13,7 @@ STEPS, INTERVAL, DOCUMENT = 500, 20, 1000
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["defaults", "capacities given"])
-@pytest.mark.parametrize("requests", [64, 1024])
+@pytest.mark.parametrize("requests", [64, 256, 1024])
 def test_500_steps_of_a_changing_forest_compile_one_program(requests: int, given: bool) -> None:
     rng = np.random.default_rng(requests)
     num_pages = DOCUMENT // 16 + 1 + requests * (STEPS // 16 + 2)

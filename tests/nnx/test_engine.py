@@ -427,11 +427,11 @@ def test_new_weights_are_used_at_once_and_nothing_compiles(engine: Engine, dense
         engine.update_weights(Decoder(dataclasses.replace(dense.model.config, num_layers=1), nnx.Rngs(0)))
 
 
-def test_nothing_compiles_while_600_requests_pass(engine: Engine, compilations: list) -> None:
+def test_nothing_compiles_while_2000_requests_pass(engine: Engine, compilations: list) -> None:
     rng = np.random.default_rng(5)
     del compilations[:]
     texts = [random_prompt(rng) for _ in range(300)]
-    for i in range(600):
+    for i in range(2000):
         options = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_logprobs": 3}, {"logit_bias": {1: 2.0}}][i % 5]
         max_tokens = 1 + int(rng.geometric(0.3))
         engine.submit(texts[i % 300], SamplingParams(max_tokens=max_tokens, prompt_logprobs=i % 50 == 0, **options))

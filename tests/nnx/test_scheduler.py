@@ -87,11 +87,11 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("num_pages", "room"), [(400, 1.0), (24, 1.0), (24, 0.0), (24, 0.3)])
-def test_thousands_of_operations_lose_nothing(num_pages: int, room: float) -> None:
+def test_10000_operations_lose_nothing(num_pages: int, room: float) -> None:
     rng = np.random.default_rng(num_pages)
     simulation = Simulation(num_pages, 5, room=room)
     waiting: deque[Request] = deque()
-    for _ in range(1250):
+    for _ in range(10_000 // 4):
         event = rng.random()
         if event < 0.3:
             prompt = [*rng.integers(0, 2, rng.integers(1, 3)).repeat(rng.integers(1, 40)), *rng.integers(0, 3, 4)]
