@@ -19,10 +19,13 @@ def of_head_sizes(heads: Heads, sizes: Iterable[tuple[int, int]]) -> str | None:
     if reason := of_values_in_keys(heads):
         return reason
     got = heads.head_dim, heads.value_head_dim
-    if got in sizes:
+    if got in (sizes := sorted(sizes, key=lambda each: (each[0] != each[1], each))):
         return None
-    taken = ", ".join(f"{keys} and {values}" for keys, values in sizes)
-    return f"it takes head sizes of keys and values of {taken}, got {got[0]} and {got[1]}"
+    taken, found = (
+        ", ".join(f"{keys}" if keys == values else f"{keys} with values of {values}" for keys, values in each)
+        for each in (sizes, [got])
+    )
+    return f"it takes head sizes {taken}, got {found}"
 
 
 def of_scores(scores: Scores | None) -> str | None:

@@ -167,9 +167,9 @@ def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
         ({"pages": jnp.float16}, r"it takes bfloat16 or float16, .*, got bfloat16 and float16"),
         (
             {"head_dim": 96},
-            "it takes head sizes 64, 128, 256, the same for keys and values, got 96 for keys and 96 for values",
+            "it takes head sizes 64, 128, 256, 192 with values of 128, got 96$",
         ),
-        ({"value_head_dim": 64}, "the same for keys and values, got 128 for keys and 64 for values"),
+        ({"value_head_dim": 64}, "got 128 with values of 64$"),
         ({"lanes": 1}, "it takes plans of 64 rows a tile, 2 lanes and blocks of 64 or 128 tokens, got .* 1 lanes"),
         ({"tile_rows": 16}, "it takes plans of 64 rows a tile, .*, got 16 rows"),
         ({"block_tokens": 256}, "blocks of 64 or 128 tokens, got .* blocks of 256 tokens"),
