@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Int
@@ -36,8 +37,15 @@ class Homes:
 
     def subset(self, device: int) -> PageSubset:
         """Return the pages of a device, and where its own arrays have them."""
-        place = np.arange(self.devices * self.pages, dtype=np.int32) - device * self.pages
-        return PageSubset(np.where((place >= 0) & (place < self.pages), place, np.int32(-1)), self.pages)
+        return _subset(self, device)
+
+
+@lru_cache(maxsize=64)
+def _subset(homes: Homes, device: int) -> PageSubset:
+    place = np.arange(homes.devices * homes.pages, dtype=np.int32) - device * homes.pages
+    place = np.where((place >= 0) & (place < homes.pages), place, np.int32(-1))
+    place.flags.writeable = False  # it is everybody's
+    return PageSubset(place, homes.pages)
 
 
 def choose_homes(

@@ -11,7 +11,7 @@ import pytest
 from forests import SECTIONS, Tree, contexts, num_pages, seeds, trees
 from hypothesis import given, settings
 
-from codec_jax import Forest, PagePool, PageSubset, Plan, PlanError, make_plan
+from codec_jax import Forest, PagePool, PageSubset, Plan, PlanError, make_plan, replan
 from codec_jax.attention import forest_attention
 from codec_jax.attention.latent import expanded
 from codec_jax.latent import Reconstructed, choose_reconstructed, latent_attention, reconstruct
@@ -325,6 +325,33 @@ def test_plans_of_all_pages_are_refused_beside_reconstructed_ones() -> None:
     few = Reconstructed(jax.tree.map(lambda x: x[:3], pages), of_pages)
     with pytest.raises(ValueError, match=r"^key_pages: expected .*num_pages = 4"):
         latent_attention(*given, forest, plan, reconstructed=few)
+
+
+def test_subsets_that_do_not_fit_are_refused_by_name() -> None:
+    sizes = Sizes()
+    forest = sizes.forest(SECTIONS)
+    for pages in ([1, 1], [-1], [PAGES]):
+        with pytest.raises(ValueError, match=rf"^pages: expected different pages of 0 to {PAGES - 1}, got \["):
+            PageSubset.of(np.array(pages), PAGES, 4)
+    with pytest.raises(ValueError, match=r"^capacity: expected at least 3, the number of pages, got 2"):
+        PageSubset.of(np.arange(3), PAGES, 2)
+    last = int(forest.used_pages.max())
+    with pytest.raises(ValueError, match=rf"^subset: expected one of a pool of {last + 1} pages .*, got one of a pool"):
+        sizes.plan(forest, subset=PageSubset.of(np.arange(2), last, 2))
+    subset, homes = PageSubset.of(np.arange(2), PAGES, 2), PagePool.create(PAGES, devices=2).homes
+    with pytest.raises(ValueError, match=r"^subset: expected .* on one device, got Homes\(devices=2"):
+        sizes.plan(forest, subset=subset, homes=homes)
+    plan, whole = sizes.plan(forest, subset=subset), sizes.plan(forest)
+    assert replan(plan, forest, subset=subset).subset_pages == 2
+    for before, other, capacity in ((plan, None, 2), (plan, subset.rest, 2), (whole, subset, None)):
+        with pytest.raises(ValueError, match=rf"^subset: expected one of capacity {capacity}, as the plan before"):
+            replan(before, forest, subset=other)
+    given = arrays(sizes)
+    mesh = jax.make_mesh((1,), ("tensor",))
+    with pytest.raises(PlanError, match=r"^plan: expected one of all pages, got one of a subset"):
+        forest_attention(
+            jnp.zeros((REQUESTS, 1, 4, 40)), given.latent_pages[:2], None, forest, plan, mesh=mesh,
+        )  # fmt: skip
 
 
 def test_nodes_with_many_readers_are_chosen_as_far_as_there_is_room() -> None:
