@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache as cached
 from functools import lru_cache, partial
 from typing import Any
 
@@ -128,7 +129,10 @@ class Sampler:
         self._engine: Engine | None = None  # until the first call of `generate`
 
         self._prefill = _prefill_program(placed.graph, placed.config, placed.mesh, implementation)
-        self._decode_program = partial(_decode_program, placed.graph, placed.config, placed.mesh, implementation)
+        # By the turns alone: to find it among those of all samplers takes a hash of the model's graph.
+        self._decode_program = cached(
+            partial(_decode_program, placed.graph, placed.config, placed.mesh, implementation)
+        )
 
     def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take the weights that a model has now, for all calls from here on.
