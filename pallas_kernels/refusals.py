@@ -1,6 +1,6 @@
 """Reasons why a family of kernels does not serve a call, for all that have them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from pallas_kernels.family import Tiling
 from pallas_kernels.heads import Heads, Scores
@@ -14,18 +14,19 @@ def of_values_in_keys(heads: Heads) -> str | None:
     )
 
 
-def of_head_sizes(heads: Heads, sizes: Iterable[tuple[int, int]]) -> str | None:
+def of_head_sizes(heads: Heads, sizes: Collection[tuple[int, int]]) -> str | None:
     """Say why not, for heads of other sizes than these, of keys and of values."""
     if reason := of_values_in_keys(heads):
         return reason
     got = heads.head_dim, heads.value_head_dim
-    if got in (sizes := sorted(sizes, key=lambda each: (each[0] != each[1], each))):
+    if got in sizes:
         return None
-    taken, found = (
-        ", ".join(f"{keys}" if keys == values else f"{keys} with values of {values}" for keys, values in each)
-        for each in (sizes, [got])
-    )
-    return f"it takes head sizes {taken}, got {found}"
+
+    def said(keys: int, values: int) -> str:
+        return f"{keys}" if keys == values else f"{keys} with values of {values}"
+
+    ordered = sorted(sizes, key=lambda each: (each[0] != each[1], each))
+    return f"it takes head sizes {', '.join(said(*each) for each in ordered)}, got {said(*got)}"
 
 
 def of_scores(scores: Scores | None) -> str | None:

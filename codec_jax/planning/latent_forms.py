@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from codec_jax import checks
 from codec_jax.forest import Forest, PageSubset
+from codec_jax.planning.plan import growing_leaves
 from codec_jax.planning.published_rates import Rates, published_rates
 from pallas_kernels.packing import TILE_ROWS
 
@@ -78,15 +79,16 @@ def choose_reconstructed(
     head = nope + rope + value
     absorbed = _token_us(rows * num_q_heads, 1, latent + rope, 2 * latent + rope, itemsize, rates)
     reconstructed = _token_us(rows, num_q_heads, num_q_heads * head, head, itemsize, rates)
-    saved = np.where(_grows(forest), 0.0, absorbed - reconstructed)
+    saved = absorbed - reconstructed
+    saved[growing_leaves(forest)] = 0.0
     chosen, room = [], capacity
-    for node in np.argsort(-saved, kind="stable"):
+    for node in np.argsort(-saved, kind="stable").tolist():
         pages = int(forest.page_count[node])
         if saved[node] > 0 and 0 < pages <= room:
             chosen.append(node)
             room -= pages
-    ids = [forest.page_ids[forest.page_offset[n] : forest.page_offset[n] + forest.page_count[n]] for n in chosen]
-    return PageSubset.of(np.concatenate([np.empty(0, np.int32), *ids]), num_pages, capacity)
+    ids = [np.empty(0, np.int32), *map(forest.pages_of, chosen)]
+    return PageSubset.of(np.concatenate(ids), num_pages, capacity)
 
 
 def _token_us(
@@ -96,10 +98,3 @@ def _token_us(
     reading = numbers * itemsize / rates.bytes_per_us
     multiplying = 2.0 * products * kv_heads * -(-rows // TILE_ROWS) * TILE_ROWS / rates.flops_per_us
     return np.where(rows > 0, np.maximum(reading, multiplying), 0.0)
-
-
-def _grows(forest: Forest) -> np.ndarray:
-    """Tell which nodes are leaves of one request."""
-    grows = np.zeros(forest.node_capacity, bool)
-    grows[forest.leaf[forest.leaf >= 0]] = True
-    return grows & (forest.readers == 1)

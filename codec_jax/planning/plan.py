@@ -220,11 +220,15 @@ def arrays_of(forest: Forest) -> ForestArrays:
     )
 
 
+def growing_leaves(forest: Forest) -> Int[np.ndarray, " leaves"]:
+    """Return the leaves that may grow: those of one reader."""
+    leaf = forest.leaf[forest.leaf >= 0]
+    return leaf[forest.readers[leaf] == 1]
+
+
 def max_lengths(forest: Forest, steps: int) -> Int[np.ndarray, " nodes"]:
     """Return the tokens that each node may come to hold: leaves of one reader grow, up to the end of their pages."""
-    longest = forest.length.copy()
-    leaf = forest.leaf[forest.leaf >= 0]
-    leaf = leaf[forest.readers[leaf] == 1]
+    longest, leaf = forest.length.copy(), growing_leaves(forest)
     longest[leaf] = np.minimum(forest.length[leaf].astype(np.int64) + steps, forest.page_count[leaf] * forest.page_size)
     return longest
 

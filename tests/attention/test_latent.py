@@ -282,8 +282,7 @@ def test_both_forms_serve_a_generation_without_compiling_again() -> None:
     for node, step in ((0, 1), (0, 2), (3, 3)):
         forest = forest.extend()
         longer = Tree(tree.parent, [37, 5 + step, 9 + step, 20, 1 + step], tree.leaf)
-        of_node = forest.page_ids[forest.page_offset[node] : forest.page_offset[node] + forest.page_count[node]]
-        subset = PageSubset.of(of_node, PAGES, 4)
+        subset = PageSubset.of(forest.pages_of(node), PAGES, 4)
         out = attend_both(given, forest, plans_of(sizes, forest, subset, steps=2), subset.page_ids)
         slots = [forest.context_slots(request) for request in range(3)]
         assert [len(each) for each in slots] == [
