@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from benchmarks.attention import bounds
@@ -39,13 +39,12 @@ from codec_jax.latent import Reconstructed, choose_reconstructed, latent_attenti
 
 #: Numbers of a token, and of a value.
 KEY, VALUE = 576, 512
+#: Numbers of a head of K and V: the parts of a key without a position and with one, and a value.
+NOPE, ROPE, HEAD_VALUE = 128, KEY - VALUE, 128
+HEAD_KEY = NOPE + ROPE
 _BYTES = 2  # of a number
 #: Of DeepSeek-V2-Lite, of Kimi K2, of DeepSeek-V3.
 _Q_HEADS = (16, 64, 128)
-
-
-#: Numbers of a head of K and V: the part of a key without a position, and a value.
-NOPE, HEAD_VALUE = 128, 128
 
 
 def main() -> None:
@@ -73,10 +72,10 @@ def measure_all(workloads: Sequence[Workload], arguments: argparse.Namespace) ->
                 inputs = make_inputs(workload, layout)
                 known = conditions(layout, *(["torch", "flashinfer-python"] if peers else []))
                 known |= {"implementation": arguments.implementation} | bounds_of(workload, inputs, layout)
+                expected = reference(inputs._replace(value_pages=inputs.key_pages))[..., :VALUE]
                 row = {"variant": f"{q_heads} q heads"} | known
-                row |= attempt(partial(measure, inputs, layout, *asked), "kernel_us", "error")
+                row |= attempt(partial(measure, inputs, layout, expected, *asked), "kernel_us", "error")
                 if peers:
-                    expected = reference(inputs._replace(value_pages=inputs.key_pages))[..., :VALUE]
                     row |= peers.measure(workload, layout, expected, arguments.repeats)
                 yield row
                 if (inputs.forest.readers > 1).any():
@@ -93,22 +92,23 @@ def bounds_of(workload: Workload, inputs: Inputs, layout: Layout) -> dict:
     counted = bounds(workload, forest, layout)
     tokens, rows = forest.length.astype(np.float64), forest.readers * heads
     tokens = np.where(rows > 0, tokens, 0.0)
-    forms = [(KEY, KEY + VALUE), (heads * (NOPE + KEY - VALUE + HEAD_VALUE), NOPE + KEY - VALUE + HEAD_VALUE)]
+    forms = [(KEY, KEY + VALUE), (heads * (HEAD_KEY + HEAD_VALUE), HEAD_KEY + HEAD_VALUE)]
     reading = np.stack([tokens * numbers * _BYTES for numbers, _ in forms]) / most.read_bytes_per_us
     multiplying = np.stack([2 * tokens * rows * products for _, products in forms]) / most.flops_per_us
     cheaper = np.maximum(reading, multiplying).argmin(axis=0)[None]
     queries = len(workload.leaf) * heads * (KEY + VALUE) * _BYTES / most.read_bytes_per_us
-    total = (float(np.take_along_axis(each, cheaper, 0).sum()) for each in (reading, multiplying))
+    reads, multiplies = (float(np.take_along_axis(each, cheaper, 0).sum()) for each in (reading, multiplying))
     return counted | {
         "unique_bytes": counted["unique_tokens"] * KEY * _BYTES,
-        "roofline_us": max(next(total) + queries, next(total)),
+        "roofline_us": max(reads + queries, multiplies),
     }
 
 
-def measure(inputs: Inputs, layout: Layout, implementation: str, repeats: int) -> dict:
+def measure(
+    inputs: Inputs, layout: Layout, expected: Float[np.ndarray, "B N V"], implementation: str, repeats: int
+) -> dict:
     """Check a call over latents and time its kernels."""
     forest, query, pages, _ = inputs
-    expected = reference(inputs._replace(value_pages=pages))[..., :VALUE]
     plan = make_plan(forest, **layout.heads, value_head_dim=VALUE, block_capacity=MIN_BLOCKS)
     on_device = jax.device_put((query, pages, forest, plan))
     attend = compiled_once(_attend_with(implementation), *on_device, tuned=implementation == "xla")
@@ -128,7 +128,7 @@ class Heads(NamedTuple):
     @classmethod
     def random(cls, requests: int, num_q_heads: int) -> Heads:
         """Draw them such that scores are about 1."""
-        shapes = (requests, 1, num_q_heads, NOPE), (requests, 1, num_q_heads, KEY - VALUE)
+        shapes = (requests, 1, num_q_heads, NOPE), (requests, 1, num_q_heads, ROPE)
         weights = (VALUE, num_q_heads, NOPE), (VALUE, num_q_heads, HEAD_VALUE)
         keys = jax.random.split(jax.random.key(1), 4)
         drawn = [jax.random.normal(key, shape) for key, shape in zip(keys, (*shapes, *weights), strict=True)]
@@ -143,16 +143,15 @@ def measure_reconstructed(inputs: Inputs, layout: Layout, implementation: str, r
     forest, latents, requests = inputs.forest, inputs.key_pages, len(inputs.query)
     given = Heads.random(requests, layout.num_q_heads)
     query = absorbed(*given[:3])
-    scale = (NOPE + KEY - VALUE) ** -0.5
-    exact = inputs._replace(query=query * scale * KEY**0.5, value_pages=latents)  # scaled by KEY ** -0.5 there
+    exact = inputs._replace(query=query * (KEY / HEAD_KEY) ** 0.5, value_pages=latents)  # scaled by KEY ** -0.5 there
     expected = np.asarray(expanded(jnp.asarray(reference(exact)[:, None]), given.up_value))[:, 0]
     nodes = np.flatnonzero(forest.readers > 1)
     pages = np.concatenate([forest.pages_of(int(node)) for node in nodes])
     subset = PageSubset.of(pages, len(latents), len(pages))
-    sizes = {"num_q_heads": layout.num_q_heads, "latent": VALUE, "rope": KEY - VALUE, "nope": NOPE}
+    sizes = {"num_q_heads": layout.num_q_heads, "latent": VALUE, "rope": ROPE, "nope": NOPE}
     chosen = choose_reconstructed(forest, **sizes, value=HEAD_VALUE, num_pages=len(latents), capacity=len(latents))
     rest = make_plan(forest, **layout.heads, value_head_dim=VALUE, block_capacity=MIN_BLOCKS, subset=subset.rest)
-    of_heads = layout._replace(num_kv_heads=layout.num_q_heads, head_dim=NOPE + KEY - VALUE).heads
+    of_heads = layout._replace(num_kv_heads=layout.num_q_heads, head_dim=HEAD_KEY).heads
     plan = make_plan(forest, **of_heads, value_head_dim=HEAD_VALUE, block_capacity=MIN_BLOCKS, subset=subset)
     shared = jax.jit(reconstruct)(latents[subset.page_ids], given.up_key, given.up_value)
     on_device = jax.device_put((*given[:2], latents, *given[2:], forest, rest, Reconstructed(shared, plan)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 TRACE = Path(__file__).parent / "data" / "mooncake_conversation_2000.jsonl"
 BLOCK_TOKENS = 512  # of a Mooncake trace
@@ -62,6 +63,25 @@ def questions(
     own = [_random([3, question], question_tokens, vocab_size) for question in range(questions)]
     prompts = [np.concatenate([drawn[i % documents], own[i]]) for i in range(questions)]
     return [Offered(0.0, prompt, new_tokens) for prompt in prompts]
+
+
+def throughput(offered: Sequence[Offered], generated: int, seconds: float) -> dict:
+    """Return what a row says of a load that took so long."""
+    prompt_tokens = sum(len(each.prompt) for each in offered)
+    return {
+        "requests": len(offered),
+        "prompt_tokens": prompt_tokens,
+        "generated_tokens": generated,
+        "seconds": seconds,
+        "output_tokens_per_second": generated / seconds,
+        "total_tokens_per_second": (prompt_tokens + generated) / seconds,
+    }
+
+
+def percentiles(name: str, seconds: Float[np.ndarray, " each"]) -> dict[str, float | None]:
+    """Return median and 99th percentile; None where nothing was measured."""
+    median, most = np.percentile(seconds, [50, 99]).tolist() if seconds.size else (None, None)
+    return {f"{name}_median_seconds": median, f"{name}_p99_seconds": most}
 
 
 def _random(seed: list[int], tokens: int, vocab_size: int) -> Int[np.ndarray, " tokens"]:

@@ -268,15 +268,15 @@ def mla(tensors: Tensors, backend: str) -> Run:
         _LATENT,
         head_dim - _LATENT,
         table.page_size,
-        False,
-        head_dim**-0.5,
-        query.dtype,
-        query.dtype,
+        causal=False,
+        sm_scale=head_dim**-0.5,
+        q_data_type=query.dtype,
+        kv_data_type=query.dtype,
     )
-    halves = [each.split([_LATENT, head_dim - _LATENT], dim=-1) for each in (query, latents)]
-    query_parts = [part.contiguous() for part in halves[0]]
+    query_parts, latent_parts = (each.split([_LATENT, head_dim - _LATENT], dim=-1) for each in (query, latents))
+    query_parts = [part.contiguous() for part in query_parts]
     out = torch.empty_like(query_parts[0])
-    return lambda: wrapper.run(*query_parts, *halves[1], out=out)
+    return lambda: wrapper.run(*query_parts, *latent_parts, out=out)
 
 
 #: Each peer's configurations, of which the fastest counts.

@@ -21,7 +21,7 @@ import jax.monitoring
 import numpy as np
 from jaxtyping import Float
 
-from benchmarks.offered import Offered
+from benchmarks.offered import Offered, percentiles, throughput
 from codec_jax.forest import Forest, PrefixCache
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.engine_step import Outcome
@@ -142,18 +142,11 @@ def replay(engine: Engine, offered: Sequence[Offered]) -> dict:
             raise RuntimeError(f"requests: expected {each.new_tokens} tokens of each, got {request}") from request.error
     after, seconds = engine.stats, stop - start
     first = [times[0][0] - start - each.at for times, each in zip(told, offered, strict=True)]
-    prompt_tokens = sum(len(request.prompt) for request in requests)
-    generated = after.generated_tokens - before.generated_tokens
-    return {
-        "requests": len(requests),
-        "prompt_tokens": prompt_tokens,
-        "generated_tokens": generated,
-        "seconds": seconds,
-        "output_tokens_per_second": generated / seconds,
-        "total_tokens_per_second": (prompt_tokens + generated) / seconds,
-        **_percentiles("first_token", np.asarray(first)),
-        **_percentiles("between_tokens", np.concatenate([_between(times) for times in told])),
-        "hit_rate": sum(request.cached_tokens for request in requests) / prompt_tokens,
+    row = throughput(offered, after.generated_tokens - before.generated_tokens, seconds)
+    return row | {
+        **percentiles("first_token", np.asarray(first)),
+        **percentiles("between_tokens", np.concatenate([_between(times) for times in told])),
+        "hit_rate": sum(request.cached_tokens for request in requests) / row["prompt_tokens"],
         "computed_tokens": watch.computed_tokens,
         "preempted": after.preempted - before.preempted,
         "steps": after.steps - before.steps,
@@ -169,9 +162,3 @@ def _between(times: list[tuple[float, int]]) -> Float[np.ndarray, " tokens"]:
     """Return the time of each token after the first ones: tokens that come together share what has passed."""
     at, tokens = np.asarray(times).T
     return np.repeat(np.diff(at) / tokens[1:], tokens[1:].astype(np.int64))
-
-
-def _percentiles(name: str, seconds: Float[np.ndarray, " each"]) -> dict[str, float | None]:
-    """Return median and 99th percentile; None where nothing was measured."""
-    median, most = np.percentile(seconds, [50, 99]).tolist() if seconds.size else (None, None)
-    return {f"{name}_median_seconds": median, f"{name}_p99_seconds": most}

@@ -42,8 +42,10 @@ from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
 from codec_jax.nnx.scheduler import Running
 
-#: Sizes of the engine; without a number of pages it takes those that fit.
-SIZES = {"max_requests": 64, "num_pages": None, "page_size": 16, "prefill_tokens": 2048, "steps": 8}
+#: Sizes of the engine; without a number of pages it takes those that fit, without a context the longest of all cases.
+SIZES = {
+    "max_requests": 64, "num_pages": None, "page_size": 16, "prefill_tokens": 2048, "steps": 8, "max_context": None
+}  # fmt: skip
 
 
 def main() -> None:
@@ -53,7 +55,7 @@ def main() -> None:
     if not arguments.tiny:
         parse(parser)
     models = {"tiny": TINY} if arguments.tiny else {name: PUBLISHED[name] for name in arguments.model_sizes}
-    sizes = {name: getattr(arguments, name) for name in SIZES} | {"max_context": arguments.max_context}
+    sizes = {name: getattr(arguments, name) for name in SIZES}
     rows = (
         {"workload": arguments.workload, "model": name} | row
         for name, config in models.items()
@@ -70,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on any device; choose a small load, too")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, help="of the engine")
-    parser.add_argument("--max-context", type=int, help="of the engine; defaults to the longest of all cases")
     return parser
 
 

@@ -13,8 +13,7 @@ from benchmarks.offered import BLOCK_TOKENS, TRACE
 from benchmarks.workloads import Workload
 from codec_jax.forest.radix_tree import shared_tokens
 
-_DATA = Path(__file__).parent / "data"
-RECORDED = _DATA / "tot_sorting128.json"
+RECORDED = TRACE.with_name("tot_sorting128.json")
 
 MAX_TREES = 24  # of a file are measured, from the smallest to the largest
 BATCHES, BATCHES_OF_A_SIZE = (16, 32, 64), 4

@@ -14,6 +14,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import time
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.loads import add_arguments, cases
-from benchmarks.offered import Offered
+from benchmarks.offered import Offered, percentiles, throughput
 
 _WARM_UP_TOKENS, _WARM_UP_NEW_TOKENS = 4000, 20
 
@@ -36,7 +37,10 @@ def main() -> None:
     parser.add_argument("--max-requests", type=int, default=64)
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="tokens of a batch")
     add_arguments(parser)
+    parser.set_defaults(speed=math.inf)
     arguments = parser.parse_args()
+    if math.isfinite(arguments.speed):
+        parser.error(f"speed: expected inf, since vLLM gets all requests at once, got {arguments.speed:g}")
     if importlib.util.find_spec("vllm") is None:
         parser.error("vllm: expected a package of this environment, got none; install vLLM in one of its own")
     vocab_size = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
@@ -90,19 +94,10 @@ def replay(engine: Any, offered: list[Offered]) -> dict:
     got = [len(output.outputs[0].token_ids) for output in outputs]
     if got != [each.new_tokens for each in offered]:
         raise RuntimeError(f"requests: expected {sum(each.new_tokens for each in offered)} tokens, got {sum(got)}")
-    prompt_tokens = sum(len(each.prompt) for each in offered)
-    first = [output.metrics.first_token_latency for output in outputs]
-    median, most = np.percentile(first, [50, 99]).tolist()
-    return {
-        "requests": len(offered),
-        "prompt_tokens": prompt_tokens,
-        "generated_tokens": sum(got),
-        "seconds": seconds,
-        "output_tokens_per_second": sum(got) / seconds,
-        "total_tokens_per_second": (prompt_tokens + sum(got)) / seconds,
-        "first_token_median_seconds": median,
-        "first_token_p99_seconds": most,
-        "hit_rate": sum(output.num_cached_tokens or 0 for output in outputs) / prompt_tokens,
+    row = throughput(offered, sum(got), seconds)
+    return row | {
+        **percentiles("first_token", np.asarray([output.metrics.first_token_latency for output in outputs])),
+        "hit_rate": sum(output.num_cached_tokens or 0 for output in outputs) / row["prompt_tokens"],
     }
 
 

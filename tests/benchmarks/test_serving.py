@@ -10,7 +10,7 @@ from flax import nnx
 
 from benchmarks import plot, replay, serving, tables
 from benchmarks.churn import TINY
-from benchmarks.offered import Offered, questions, rollouts, trace
+from benchmarks.offered import Offered, percentiles, questions, rollouts, trace
 from benchmarks.pages import PAGES
 from benchmarks.serving import VARIANTS, Case
 from codec_jax.nnx import Decoder, random_decoder
@@ -183,8 +183,8 @@ def test_tokens_that_come_together_share_the_time_that_has_passed() -> None:
     between = replay._between([(1.0, 3), (2.0, 4), (4.0, 1)])
     assert between.tolist() == [0.25] * 4 + [2.0]
     assert replay._between([(1.0, 3)]).size == 0
-    assert replay._percentiles("a", between) == {"a_median_seconds": 0.25, "a_p99_seconds": pytest.approx(1.93)}
-    assert replay._percentiles("a", between[:0]) == {"a_median_seconds": None, "a_p99_seconds": None}
+    assert percentiles("a", between) == {"a_median_seconds": 0.25, "a_p99_seconds": pytest.approx(1.93)}
+    assert percentiles("a", between[:0]) == {"a_median_seconds": None, "a_p99_seconds": None}
 
 
 # ---------------------------------------------------------------------- the command, its page and its drawing
