@@ -47,6 +47,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from codec_jax import checks
+from codec_jax.interrupts import interrupts
 from codec_jax.nnx import (
     PUBLISHED,
     ChatTemplate,
@@ -115,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
     everything = f"{len(prompts) * arguments.samples} completions"
     try:
-        with closing(results):
-            _generate(arguments, model, prompts, params, groups, num_pages, results)
+        with closing(results), interrupts() as check:
+            _generate(arguments, model, prompts, params, groups, num_pages, results, check)
     except (OSError, KeyboardInterrupt) as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else error
         _say(
@@ -334,6 +335,7 @@ def _generate(
     groups: Sequence[Mesh | None],
     num_pages: int,
     results: ResultFile,
+    check_interrupt: Callable[[], None],
 ) -> None:
     """Generate what the result file does not have yet: request r is sample r % samples of prompt r // samples."""
     samples, total = arguments.samples, len(prompts) * arguments.samples
@@ -377,6 +379,7 @@ def _generate(
                     results.write(number, text, completion)
                     bar.update()
             bar.update(0)  # the clock goes on
+            check_interrupt()
     seconds, stats = time.perf_counter() - start, engine.stats
     _say(
         f"{stats.generated_tokens} tokens in {seconds:.1f} s, {stats.generated_tokens / seconds:.1f} tokens/s, "
