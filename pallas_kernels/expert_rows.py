@@ -28,7 +28,7 @@ class ExpertRows(NamedTuple):
     token: Int[jax.Array, " R"]  # of each row; of a row that fills a group, any
     place: Int[jax.Array, "T chosen"]  # R where the expert is out of bounds
     first: Int[jax.Array, " E"]  # row of each expert
-    count: Int[jax.Array, " E"]  # rows of each expert
+    num_rows: Int[jax.Array, " E"]  # of each expert
 
 
 class Tiles(NamedTuple):
@@ -66,7 +66,7 @@ def rows_of_experts(expert: Int[jax.Array, "T chosen"], num_experts: int, group:
 
     >>> from pallas_kernels.expert_rows import rows_of_experts
     >>> rows = rows_of_experts(jnp.asarray([[2, 0], [2, 1], [0, 2]]), num_experts=3, group=2)
-    >>> rows.place.tolist(), rows.count.tolist(), rows.first.tolist()
+    >>> rows.place.tolist(), rows.num_rows.tolist(), rows.first.tolist()
     ([[4, 0], [5, 2], [1, 6]], [2, 1, 3], [0, 2, 4])
     >>> rows.token.tolist()
     [0, 2, 1, 0, 0, 1, 2, 0]
@@ -101,8 +101,8 @@ def tiles_of(rows: ExpertRows, tile_rows: int) -> Tiles:
     >>> tiles.expert.tolist(), tiles.first.tolist(), tiles.rows.tolist(), tiles.end.tolist()
     ([0, 1, 2, 2], [0, 2, 4, 6], [2, 1, 2, 1], [1, 2, 4])
     """
-    experts = jnp.arange(rows.count.shape[0], dtype=jnp.int32)
-    of_expert = -(-rows.count // tile_rows)
+    experts = jnp.arange(rows.num_rows.shape[0], dtype=jnp.int32)
+    of_expert = -(-rows.num_rows // tile_rows)
     end = jnp.where(experts[None] <= experts[:, None], of_expert[None], 0).sum(axis=1, dtype=jnp.int32)
     begin = end - of_expert
     number = jnp.arange(most_tiles(rows.place.size, len(experts), tile_rows), dtype=jnp.int32)[:, None]
@@ -113,5 +113,5 @@ def tiles_of(rows: ExpertRows, tile_rows: int) -> Tiles:
     def of_tile(values: jax.Array) -> jax.Array:
         return jnp.where(is_its, values, 0).sum(axis=1, dtype=jnp.int32)
 
-    left = jnp.minimum(rows.count[None] - done, tile_rows)
+    left = jnp.minimum(rows.num_rows[None] - done, tile_rows)
     return Tiles(of_tile(experts[None]), of_tile(rows.first[None] + done), of_tile(left), end)

@@ -84,10 +84,7 @@ def map_densely(
     """Add up what its experts make of each token, after every expert has mapped every token; differentiable.
 
     Args:
-      x: tokens.
-      chosen: their experts.
-      weights: of the experts.
-      activation: of the experts.
+      x, chosen, weights, activation: as in `map_tokens`.
     """
     run = partial(_map_all, weights, activation)
     if len(x) <= _TOKENS:

@@ -77,7 +77,7 @@ class Parallel:
         return jnp.where(lax.axis_index(self.axes) == 0, x, jnp.zeros_like(x)) if self.axes else x
 
     def here(self, number: Int[Array, "*shape"], count: int) -> Int[Array, "*shape"]:
-        """Number `count` things, of which each device has a run, from the first that is here; others are out of bounds."""
+        """Number things, a run of which is here, from the first one; those of other devices are out of bounds."""
         if not self.axes:
             return number
         own = count // self.devices

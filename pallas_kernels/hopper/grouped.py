@@ -9,10 +9,10 @@
     warpgroup 0   rows 0 to 63 of the tile      ┐ acc [64, 256] += rows block ─► bias, gate ─► 64 columns at a time
     warpgroup 1   rows 64 to 127, if any        ┘ to shared memory, and to the output in groups of 8 rows
 
-Which tiles there are is data (`expert_rows`), so the grid is one of thread blocks that stay: experts that no row has are
-not read, and what the others have is read once, or by neighbours at about the same time. With few rows that is all that
-counts, and four blocks in flight are enough to have the memory busy. Only the groups of 8 rows that a tile has are
-copied, and of 64 or fewer the second warpgroup computes nothing. With many rows products decide, of the size that large
+Which tiles there are is data (`expert_rows`), so the grid is one of thread blocks that stay. Experts without rows are
+not read, and the weights of the others once, or by neighbours at about the same time. With few rows that is all that
+counts, and the blocks in flight keep the memory busy: only the groups of 8 rows that a tile has are copied, and of 64
+rows or fewer the second warpgroup computes nothing. With many rows products decide; an item has the size that large
 matrix products have on these GPUs.
 
     barrier   one for each   arrives, how often                         waits
@@ -23,6 +23,7 @@ matrix products have on these GPUs.
 Grouped products for mixtures are from MegaBlocks (arXiv 2211.15841).
 """
 
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ _LANES, _LOADER = 2, 2  # warpgroups that compute, and the one that loads
 _REGISTERS = {"compute": 232, "load": 40}  # of a thread; 3 x 128 threads share 65,536
 _LANE_ROWS = 64  # of wgmma
 TILE_ROWS = _LANES * _LANE_ROWS
+_COPIED_ROWS = (0, 8, 16, 32, 64, 128)
 _COLUMNS, _DEPTH, _STAGES = 256, 64, 4
 _PIECE = 64  # columns that go to the output at a time
 
@@ -52,6 +54,7 @@ class _Sizes:
     depth: int  # K, numbers of a row
     columns: int  # of the output
     activation: Activation | None
+    has_bias: bool
     dtype: Any
     num_ctas: int
 
@@ -115,7 +118,7 @@ def grouped_product(
     that fill an expert's last group of 8.
     """
     columns = weights.shape[2] if activation is None else weights.shape[2] // 2
-    sizes = _Sizes(rows.shape[1], columns, activation, rows.dtype, num_ctas)
+    sizes = _Sizes(rows.shape[1], columns, activation, bias is not None, rows.dtype, num_ctas)
     of_tiles = {"tile_expert": tiles.expert, "tile_first": tiles.first, "tile_rows": tiles.rows, "tile_end": tiles.end}
     inputs = {"rows": rows, "weights": weights, **of_tiles}
     if bias is not None:
@@ -211,21 +214,16 @@ def _load_items(refs: Any, sizes: _Sizes) -> None:
                     refs.weight_ring.at[stage, part],
                     refs.full.at[stage],
                 )
-            # One copy of 8, 16, 32, 64 or 128 rows. What is beyond the tile's own is another expert's, or past the end.
-            count = ROW_GROUP
-            while count <= TILE_ROWS:
-                is_enough = item.tile.rows <= count if count < TILE_ROWS else item.tile.rows > TILE_ROWS // 2
-                is_needed = item.tile.rows > count // 2 if count > ROW_GROUP else True
+            # One copy, of up to twice the tile's rows: of what follows, nobody reads the products.
+            for fewer, count in itertools.pairwise(_COPIED_ROWS):
 
-                @pl.when(is_enough & is_needed)
+                @pl.when((fewer < item.tile.rows) & (item.tile.rows <= count))
                 def _copy(count: int = count) -> None:
                     plgpu.copy_gmem_to_smem(
                         refs.rows.at[pl.ds(first, count), depth],
                         refs.row_ring.at[stage, pl.ds(0, count)],
                         refs.full.at[stage],
                     )
-
-                count *= 2
 
         lax.fori_loop(0, sizes.blocks, step, None)
 
@@ -326,7 +324,7 @@ def _values(refs: Any, sizes: _Sizes, expert: jax.Array, column: Any, accs: list
 
     def part(number: int) -> jax.Array:
         values = accs[number][:, at : at + _PIECE]
-        if not hasattr(refs, "bias"):
+        if not sizes.has_bias:
             return values
         bias = refs.bias.at[expert, pl.ds(number * sizes.columns + column, _PIECE)]
         bias = load(bias, plgpu.Layout.WGMMA.reduce(0)).astype(jnp.float32)  # [64]

@@ -27,7 +27,7 @@ routings = st.lists(choices, min_size=1, max_size=TOKENS).map(lambda some: (some
 def test_each_expert_has_its_tokens_in_order_and_tiles_have_each_row_once(routing: list[list[int]]) -> None:
     rows, tiles = jax.tree.map(np.asarray, rows_and_tiles(np.asarray(routing, np.int32)))
     tokens_of = [[token for token, chosen in enumerate(routing) if expert in chosen] for expert in range(EXPERTS)]
-    assert rows.count.tolist() == list(map(len, tokens_of))
+    assert rows.num_rows.tolist() == list(map(len, tokens_of))
     first = 0
     for expert, tokens in enumerate(tokens_of):
         assert rows.first[expert] == first
