@@ -1,6 +1,7 @@
 """Kernels that run plans, a folder for each GPU generation, and the format that they share with the planner.
 
 They know rows, blocks and segments, never trees. A new generation is a folder with a `Family`, and its name here.
+Mixtures of experts have a kernel, too: `hopper.experts`.
 """
 
 from pallas_kernels.ampere import AMPERE

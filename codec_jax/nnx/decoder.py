@@ -19,8 +19,9 @@ from codec_jax import checks
 from codec_jax.forest import DraftTrees, Forest, Pages
 from codec_jax.nnx.batch import Attend, Batch, Plans, attend, check_plans, joined, parted
 from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.experts import Experts
 from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
-from codec_jax.nnx.mlp import MLP, Experts, linear
+from codec_jax.nnx.mlp import MLP, linear
 from codec_jax.nnx.norm import RMSNorm
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.self_attention import Attention
@@ -46,8 +47,8 @@ class Block(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Dense causal attention, then the MLP."""
-        attended = self.attention(self._before("attention", x), positions)
-        return self._map(x + self._after("attention", attended), ALONE)
+        x = x + self._after("attention", self.attention(self._before("attention", x), positions))
+        return x + self._after("mlp", self.mlp(self._before("mlp", x)))
 
     def decode(
         self,
@@ -61,10 +62,8 @@ class Block(nnx.Module):
         """Attention over a forest, then the MLP."""
         normed = self._before("attention", x)
         attended, pages = self.attention.decode(normed, positions, slots, pages, attend, parallel)
-        return self._map(x + self._after("attention", parallel.reduce(attended)), parallel), pages
-
-    def _map(self, x: Array, parallel: Parallel) -> Array:
-        return x + self._after("mlp", self.mlp(self._before("mlp", x), parallel))
+        x = x + self._after("attention", parallel.reduce(attended))
+        return x + self._after("mlp", self.mlp.decode(self._before("mlp", x), parallel)), pages
 
     def _before(self, part: str, x: Array) -> Array:
         return x if self.placement == "after" else getattr(self, f"{part}_norm")(x)

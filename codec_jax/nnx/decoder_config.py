@@ -12,9 +12,8 @@ from codec_jax import checks
 from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
 from codec_jax.nnx.rope import RopeScaling
 from pallas_kernels import Window
+from pallas_kernels.gates import Activation
 
-#: What becomes of gate and up: silu(gate) up, or with the tanh form of gelu; or both clamped, as in gpt-oss.
-Activation = Literal["silu", "gelu_tanh", "clamped"]
 _CHOICES = {
     "activation": ("silu", "gelu_tanh", "clamped"),
     "norm_placement": ("before", "after", "both"),

@@ -76,12 +76,13 @@ class Parallel:
         """Return what the first device adds to a sum of all, and zeros on the others."""
         return jnp.where(lax.axis_index(self.axes) == 0, x, jnp.zeros_like(x)) if self.axes else x
 
-    def own(self, rows: Float[Array, "all ..."]) -> Float[Array, "own ..."]:
-        """Return this device's of as many runs of what all have as there are devices."""
+    def here(self, number: Int[Array, "*shape"], count: int) -> Int[Array, "*shape"]:
+        """Number things, a run of which is here, from the first one; those of other devices are out of bounds."""
         if not self.axes:
-            return rows
-        count = len(rows) // self.devices
-        return lax.dynamic_slice_in_dim(rows, lax.axis_index(self.axes) * count, count)
+            return number
+        own = count // self.devices
+        local = number - lax.axis_index(self.axes) * own
+        return jnp.where((local >= 0) & (local < own), local, own)
 
     def embed(
         self, lookup: Callable[[Array], Array], tokens: Int[Array, "B T"], vocab_size: int

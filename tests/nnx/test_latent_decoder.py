@@ -32,8 +32,8 @@ from codec_jax.nnx import (
     random_decoder,
 )
 from codec_jax.nnx.checkpoint_config import read_config
+from codec_jax.nnx.experts import Experts
 from codec_jax.nnx.memory import pages_that_fit
-from codec_jax.nnx.mlp import Experts
 from codec_jax.planning import default_tiling, planner
 from codec_jax.rollout import Policy
 from pallas_kernels import HOPPER_LATENT

@@ -26,7 +26,7 @@ from codec_jax.nnx import (
     YarnScaling,
     random_decoder,
 )
-from codec_jax.nnx.mlp import Experts
+from codec_jax.nnx.experts import Experts
 
 CONFIG = DecoderConfig(
     VOCAB, 32, 48, num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=8, rope_theta=1000.0,

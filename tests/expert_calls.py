@@ -1,0 +1,60 @@
+"""Mixtures of experts in float64, token by token: what every way to compute them is held to."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from codec_jax.nnx.expert_products import Chosen, Weights
+
+
+class Sizes(NamedTuple):
+    tokens: int
+    num_experts: int
+    chosen: int
+    hidden: int
+    size: int
+    bias: bool = False
+
+
+def random_call(sizes: Sizes, seed: int, dtype: Any, popular: int = 0) -> tuple[Any, Chosen, Weights]:
+    """Draw tokens, their experts, and weights; every token's first experts are `popular` of the same."""
+    rng = np.random.default_rng(seed)
+    tokens, count, chosen, hidden, size, bias = sizes
+    order = np.argsort(rng.random((tokens, count - popular)), axis=1) + popular
+    first = np.broadcast_to(np.arange(popular), (tokens, popular))
+    expert = np.concatenate([first, order], axis=1)[:, :chosen].astype(np.int32)
+    share = rng.random((tokens, chosen)).astype(np.float32)
+
+    def draw(*shape: int, scale: float = 1.0) -> Any:
+        return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+
+    weights = Weights(
+        draw(count, hidden, 2 * size, scale=hidden**-0.5),
+        draw(count, size, hidden, scale=size**-0.5),
+        *((draw(count, 2 * size), draw(count, hidden)) if bias else (None, None)),
+    )
+    return draw(tokens, hidden), Chosen(jnp.asarray(expert), jnp.asarray(share)), weights
+
+
+def exact(x: Any, chosen: Chosen, weights: Weights, activation: str) -> np.ndarray:
+    """Compute it in float64; experts that are out of bounds give nothing."""
+    x, share, expert = (np.asarray(value, np.float64) for value in (x, chosen.share, chosen.expert))
+    gate_up, down = (np.asarray(value, np.float64) for value in weights[:2])
+    biases = [0.0 if bias is None else np.asarray(bias, np.float64) for bias in weights[2:]]
+    out = np.zeros(x.shape)
+    for e in range(len(down)):
+        token, place = np.nonzero(expert == e)
+        gate, up = np.split(x[token] @ gate_up[e] + (biases[0][e] if weights.gate_up_bias is not None else 0), 2, 1)
+        made = gates(activation, gate, up) @ down[e] + (biases[1][e] if weights.down_bias is not None else 0)
+        np.add.at(out, token, share[token, place][:, None] * made)
+    return out
+
+
+def gates(activation: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if activation == "gelu_tanh":
+        return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    slope = 1.702 if activation == "clamped" else 1.0
+    if activation == "clamped":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
+    return gate / (1 + np.exp(-slope * gate)) * up

@@ -1,0 +1,93 @@
+"""The kernel for mixtures on Hopper GPUs step by step on a CPU: results, races, and barriers that nobody waits for."""
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_calls import Sizes, exact, random_call
+
+if not hasattr(plgpu, "InterpretGPUParams"):
+    pytest.skip(
+        "before JAX 0.11 the interpreter knows neither layouts nor copies past an array's end", allow_module_level=True
+    )
+from simulator import read
+
+from codec_jax.nnx import expert_products
+from codec_jax.nnx.expert_products import map_tokens
+from pallas_kernels.hopper import experts, grouped
+
+# Copies that share one of the simulated threads of the copy engine hide each other's races.
+PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+RACE = "RACE DETECTED"
+GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=2)
+
+
+class Interpreted:
+    """Pallas as the interpreter has it: it looks for no races in wgmma, and counts copies one by one, not in groups."""
+
+    kernel = staticmethod(partial(plgpu.kernel, interpret=PARAMS))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(plgpu, name)
+
+    def wgmma(self, acc: Any, rows: Any, weights: Any) -> None:
+        read(rows)
+        read(weights)
+        plgpu.wgmma(acc, rows, weights)
+
+    def wait_smem_to_gmem(self, _: int, **options: Any) -> None:
+        plgpu.wait_smem_to_gmem(0, **options)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(grouped, "plgpu", Interpreted())
+    monkeypatch.setattr(expert_products.jax, "devices", lambda: [GPU])
+    experts.map_rows.clear_cache()
+    yield
+    experts.map_rows.clear_cache()
+
+
+def test_the_interpreted_kernel_is_exact_without_races(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where one expert has more rows than a tile, another none that is here, and columns end within an item."""
+    sizes = Sizes(130, 5, 2, 128, 192, bias=True)
+    x, chosen, weights = random_call(sizes, 0, jnp.bfloat16, popular=1)
+    chosen = chosen._replace(expert=jnp.where(chosen.expert == 2, sizes.num_experts, chosen.expert))
+    x = x.at[7].set(jnp.nan)  # which stays with its token
+    got = np.asarray(map_tokens(x, chosen, weights, "clamped"), np.float64)
+    want = exact(x, chosen, weights, "clamped")
+    assert np.isnan(want).any(axis=1).nonzero()[0].tolist() == [7]
+    np.testing.assert_allclose(got, want, atol=0.03 * np.nanstd(want), rtol=0.02)
+    assert RACE not in capsys.readouterr().out
+
+
+def test_a_missing_wait_is_a_race(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class WithoutOneWait(Interpreted):
+        skipped: Any = None
+
+        def barrier_wait(self, ref: Any) -> None:
+            if getattr(ref, "ref", ref) is not self.skipped:
+                plgpu.barrier_wait(ref)
+
+    broken, compute = WithoutOneWait(), grouped._compute_items
+
+    def compute_without_it(refs: Any, *others: Any) -> None:
+        broken.skipped = refs.full
+        compute(refs, *others)
+        broken.skipped = None
+
+    monkeypatch.setattr(grouped, "plgpu", broken)
+    monkeypatch.setattr(grouped, "_compute_items", compute_without_it)
+    x, chosen, weights = random_call(Sizes(5, 4, 2, 64, 64), 0, jnp.bfloat16)
+    try:
+        jax.block_until_ready(map_tokens(x, chosen, weights, "silu"))
+        said = capsys.readouterr().out
+    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises what the versions before it print
+        said = str(error)
+    assert RACE in said
