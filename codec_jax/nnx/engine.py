@@ -37,6 +37,9 @@ from codec_jax.nnx.scheduler import Scheduler, Step
 from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.stats import Stats, count
 
+#: What commands say of their option.
+INVARIANT_HELP = "compute every request as if it were alone, to the last bit, which takes more time"
+
 
 class _Flight(NamedTuple):
     """A step that has not landed: the host does not know yet what it brought."""
