@@ -2,9 +2,11 @@
 
     python -m benchmarks.invariance --json benchmarks/results/invariance.json
 
-A request reads the same K and V whoever is beside it, but the plan cuts them differently, so sums are rounded in
-another order. Rows say how many tokens agree before the first that differs, and how far logits and log-probabilities
-are apart up to there. Weights are random: their best tokens are closer to each other than those of a trained model.
+A request reads the same K and V whoever is beside it, but a plan of the policy "aligned" cuts them differently, so sums
+are rounded in another order. A sampler of the policy "invariant" keeps the order, and the shapes of products. Rows say
+how many tokens agree before the first that differs, how far logits and log-probabilities are apart up to there, and of
+which prompts every bit of them is the same. Weights are random: their best tokens are closer to each other than those
+of a trained model.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ MODELS = {
 #: Two documents, each long enough to be split, with four questions each.
 DOCUMENTS, QUESTIONS = (3300, 3500), (5, 12, 31, 64)
 TOKENS = 64
+POLICIES = ["aligned", "invariant"]
 
 #: Batches by the numbers of their prompts; all prompts are in one batch of every composition.
 COMPOSITIONS = {
@@ -55,18 +58,19 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--implementations", nargs="+", choices=["mosaic", "xla"], default=["mosaic", "xla"])
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     arguments = parse(parser)
-    rows = collect(measure_all(arguments.models, arguments.implementations), arguments.json)
+    rows = collect(measure_all(arguments.models, arguments.implementations, arguments.policies), arguments.json)
     publish(arguments.json, [f"{row['model']}, {row['implementation']}" for row in rows if "error" in row])
 
 
-def measure_all(models: list[str], implementations: list[str]) -> Iterator[dict]:
-    """Yield a row for each composition of every model and path; where one fails, a row says why."""
-    for name, implementation in tqdm(list(product(models, implementations))):
+def measure_all(models: list[str], implementations: list[str], policies: list[str]) -> Iterator[dict]:
+    """Yield a row for each composition of every model, path and policy; where one fails, a row says why."""
+    for name, implementation, policy in tqdm(list(product(models, implementations, policies))):
         config = MODELS[name]
-        common = {"model": name, "implementation": implementation} | conditions(layout_of(config))
+        common = {"model": name, "implementation": implementation, "policy": policy} | conditions(layout_of(config))
         prompts = make_prompts(config.vocab_size, DOCUMENTS, QUESTIONS)
-        compare = partial(compositions, random_decoder(config), prompts, TOKENS, implementation)
+        compare = partial(compositions, random_decoder(config), prompts, TOKENS, implementation, policy)
         new = attempt(lambda compare=compare: {"rows": compare()}, "rows", "error")
         for row in new["rows"] or [{"composition": None, "error": new["error"]}]:
             yield row | common
@@ -79,7 +83,7 @@ def make_prompts(vocab_size: int, documents: tuple[int, ...], questions: tuple[i
     return [document + rng.integers(0, vocab_size, size).tolist() for document in drawn for size in questions]
 
 
-def compositions(model: Decoder, prompts: list[list[int]], tokens: int, implementation: str) -> list[dict]:
+def compositions(model: Decoder, prompts: list[list[int]], tokens: int, implementation: str, policy: str) -> list[dict]:
     """Decode every composition, and each prompt in a sampler for one request; compare all with those alone."""
     longest = max(map(len, prompts)) + tokens
     make = partial(
@@ -88,6 +92,7 @@ def compositions(model: Decoder, prompts: list[list[int]], tokens: int, implemen
         num_pages=len(prompts) * -(-longest // 16),
         max_context=longest,
         implementation=implementation,
+        invariant=policy == "invariant",
     )
     sampler = make(max_requests=len(prompts))
     texts = {name: decode(sampler, prompts, batches, tokens) for name, batches in COMPOSITIONS.items()}
@@ -113,7 +118,7 @@ def differences(reference: list[Text], texts: list[Text]) -> dict:
 
     The difference of logits is that of the first token, relative by the norm over the vocabulary.
     """
-    agree, logprobs, logits = [], [0.0], []
+    agree, logprobs, logits, same_bits = [], [0.0], [], []
     for one, other in zip(reference, texts, strict=True):
         same = np.asarray(one.tokens) == np.asarray(other.tokens)
         agree.append(len(same) if same.all() else int(np.argmin(same)))
@@ -121,10 +126,13 @@ def differences(reference: list[Text], texts: list[Text]) -> dict:
         logprobs.append(float(apart.max(initial=0.0)))
         distance = np.linalg.norm(one.first_logits - other.first_logits)
         logits.append(float(distance / np.linalg.norm(one.first_logits)))
+        same_logits = np.array_equal(one.first_logits, other.first_logits)
+        same_bits.append(bool(same.all()) and one.logprobs == other.logprobs and same_logits)
     return {
         "tokens_before_the_first_difference": agree,
         "logprob_difference": max(logprobs),
         "logits_difference": max(logits),
+        "same_bits": same_bits,
     }
 
 

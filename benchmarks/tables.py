@@ -183,11 +183,15 @@ def decoding(rows: list[dict]) -> str:
 def invariance(rows: list[dict]) -> str:
     """Show what batches of different composition make of the same prompts."""
     agree = "tokens_before_the_first_difference"
-    columns = text(model="model", path="implementation", batches="composition")
+    columns = text(model="model", path="implementation")
+    columns |= {"policy": lambda row: row.get("policy", "aligned")} | text(batches="composition")
     columns["prompts with the same tokens"] = lambda row: f"{row[agree].count(row['tokens'])} of {len(row[agree])}"
     columns["tokens agree for, at least"] = lambda row: f"{min(row[agree])} of {row['tokens']}"
     columns["logits apart"] = lambda row: f"{row['logits_difference']:.1e}"
     columns["log-probabilities apart"] = lambda row: f"{row['logprob_difference']:.1e}"
+    columns["prompts with the same bits"] = lambda row: (
+        f"{sum(row['same_bits'])} of {len(row['same_bits'])}" if "same_bits" in row else "–"
+    )
     return markdown(columns, rows)
 
 

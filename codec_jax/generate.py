@@ -61,6 +61,7 @@ from codec_jax.nnx import (
     open_checkpoint,
     random_decoder,
 )
+from codec_jax.nnx.engine import INVARIANT_HELP
 from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_that_fit
 from codec_jax.nnx.replicas import PARALLEL_HELP, device_groups, replicated
 from codec_jax.nnx.shards import PlacedDecoder
@@ -93,6 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if not arguments.output.parent.is_dir():
             raise NotADirectoryError(f"--output: expected a file in an existing directory, got {arguments.output}")
+        if arguments.invariant and arguments.context_parallel > 1:
+            raise ValueError(
+                f"--invariant: expected no --context-parallel, which adds up parts, got {arguments.context_parallel}"
+            )
         model = _open_model(arguments)
         content = arguments.prompts.read_bytes()  # once: a pipe has nothing more to read
         prompts = read_prompts(arguments.prompts, content, model, arguments.max_new_tokens)
@@ -107,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         inputs = {**model.identity, "prompts_sha256": hashlib.sha256(content).hexdigest()}
         options = {
             name: getattr(arguments, name)
-            for name in ("dtype", "kv_dtype", "samples", "max_new_tokens", *DRAWING, *STOPS)
+            for name in ("dtype", "kv_dtype", "samples", "max_new_tokens", "invariant", *DRAWING, *STOPS)
         }
         results = ResultFile(arguments.output, {**inputs, **options}, len(prompts), arguments.samples)
     except (OSError, ValueError) as error:
@@ -174,6 +179,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-requests", type=count, default=128, help="decoded at a time, by each replica (default: 128)"
     )
     parser.add_argument("--kv-cache-gib", type=gib, help=KV_CACHE_HELP)
+    parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
     for axis, text in PARALLEL_HELP.items():
         parser.add_argument(f"--{axis}-parallel", type=count, default=1, help=text)
     return parser.parse_args(argv)
@@ -358,6 +364,7 @@ def _generate(
                     page_size=PAGE_SIZE,
                     max_context=max(map(len, prompts)) + arguments.max_new_tokens,
                     tokenizer=model.tokenizer,
+                    invariant=arguments.invariant,
                 )
                 for mesh in groups
             ]

@@ -33,7 +33,7 @@ from typing import Any
 
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
-from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.engine import INVARIANT_HELP, Engine
 from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_that_fit
 from codec_jax.nnx.replicas import PARALLEL_HELP, Serving, device_groups, replicated
 from codec_jax.nnx.request import Update
@@ -104,6 +104,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--prefill-tokens", type=int, default=2048, help="of prompts in a step (default: 2048)")
     parser.add_argument("--kv-cache-gib", type=float, help=KV_CACHE_HELP)
+    parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
     for axis, text in PARALLEL_HELP.items():
         parser.add_argument(f"--{axis}-parallel", type=int, default=1, help=text)
     return parser.parse_args(argv)
@@ -135,8 +136,9 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
                 page_size=PAGE_SIZE,
                 max_context=arguments.max_context or min(checkpoint.max_context, num_pages * PAGE_SIZE),
                 prefill_tokens=arguments.prefill_tokens,
-                room=ROOM,
+                room=1.0 if arguments.invariant else ROOM,
                 tokenizer=checkpoint.tokenizer,
+                invariant=arguments.invariant,
             )
             for model in models
         ]

@@ -116,13 +116,13 @@ def _merge_partials(
                 load(refs.partial_max.at[partial, rows], merge.of_rows),  # [rows]
                 load(refs.partial_sum.at[partial, rows], merge.of_rows) * counted,
             ))  # fmt: skip
-        new_max = functools.reduce(jnp.maximum, (m for _, m, _ in loaded), row_max)
-        alpha = jnp.exp2(row_max - new_max)
-        acc, row_sum = acc * merge.over_columns(alpha), row_sum * alpha
+        # One after the other, so that partials which a row does not see change nothing, in whichever turns they are.
         for o, m, s in loaded:
-            weight = s * jnp.exp2(m - new_max)
-            acc, row_sum = acc + o * merge.over_columns(weight), row_sum + weight
-        return acc, new_max, row_sum
+            new_max = jnp.maximum(row_max, m)
+            alpha, weight = jnp.exp2(row_max - new_max), s * jnp.exp2(m - new_max)
+            acc = acc * merge.over_columns(alpha) + o * merge.over_columns(weight)
+            row_max, row_sum = new_max, row_sum * alpha + weight
+        return acc, row_max, row_sum
 
     carry: tuple = (
         merge.filled(0, merge.rows, merge.head_dim),

@@ -59,7 +59,7 @@ def cases(draw):
         "tile_rows": draw(st.sampled_from([5, 8, 16, 24, 63])),
         "block_tokens": draw(st.sampled_from([1, 16, 32, 48, 128])),
         "lanes": draw(st.sampled_from([1, 2, 2])),
-        "policy": draw(st.sampled_from(["aligned", "aligned", "paper", 1, 3])),
+        "policy": draw(st.sampled_from(["aligned", "aligned", "paper", 1, 3, "invariant"])),
     }
     return Case(forest, pool, options, draw(st.sampled_from([1, 1, 60])))
 

@@ -96,8 +96,12 @@ def por(left: Partial, right: Partial) -> Partial:
     left_sum = left.sum * jnp.exp(left.max - _finite(row_max))
     right_sum = right.sum * jnp.exp(right.max - _finite(row_max))
     row_sum = left_sum + right_sum
-    out = left.out * left_sum[..., None] + right.out * right_sum[..., None]
-    return Partial(_divide(out, row_sum), row_max, row_sum)
+    # Shares first: of a partial beside the neutral element it is 1, so that not a bit of it changes.
+    left_out, right_out = (
+        partial.out * _divide(partial_sum[..., None], row_sum)
+        for partial, partial_sum in ((left, left_sum), (right, right_sum))
+    )
+    return Partial(left_out + right_out, row_max, row_sum)
 
 
 def por_segments(partials: Partial, stream: Int[Array, " segments"], num_streams: int) -> Partial:

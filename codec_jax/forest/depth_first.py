@@ -62,7 +62,12 @@ def readers(parent: Int[np.ndarray, " nodes"], leaf: Int[np.ndarray, " B"]) -> I
 
 def depths(parent: Int[np.ndarray, " nodes"]) -> Int[np.ndarray, " nodes"]:
     """Count each node's ancestors."""
-    return _sum_above(_ancestors_at_powers(parent), np.ones(len(parent), np.int64))
+    return sum_above(parent, np.ones(len(parent), np.int64))
+
+
+def sum_above(parent: Int[np.ndarray, " nodes"], value: Int[np.ndarray, " nodes"]) -> Int[np.ndarray, " nodes"]:
+    """Sum `value` over each node's ancestors, the node itself left out."""
+    return _sum_above(_ancestors_at_powers(parent), value)
 
 
 def _sum_above(jumps: list[np.ndarray], value: Int[np.ndarray, " nodes"]) -> Int[np.ndarray, " nodes"]:

@@ -106,6 +106,7 @@ class Forest:
         cls,
         token_lists: Sequence[Integers],
         *,
+        whole_pages: bool = False,
         page_size: int = 16,
         request_capacity: int | None = None,
         node_capacity: int | None = None,
@@ -118,6 +119,8 @@ class Forest:
 
         Args:
           token_lists: token ids of each request, none of them negative; NumPy arrays of int32 are the fastest.
+          whole_pages: share whole pages only, so that a list has its tokens in the same places of its pages whatever
+            the others are, which plans of the policy "invariant" rely on.
           page_size, request_capacity, node_capacity, page_capacity: as in `from_nodes`.
 
         Raises ValueError for an empty list or a negative token.
@@ -126,7 +129,7 @@ class Forest:
         >>> Forest.from_sequences([document + [1, 2], document + [3], document])
         Forest(3 requests, 3 nodes, 1,003 tokens in 65 pages of 16, each read 2.99 times)
         """
-        tree = shared_tokens(token_lists, checks.page_size(page_size))
+        tree = shared_tokens(token_lists, checks.page_size(page_size), whole_pages=whole_pages)
         return cls.build(tree, request_capacity, node_capacity, page_capacity)
 
     @classmethod

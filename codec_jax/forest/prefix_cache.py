@@ -26,6 +26,9 @@ from codec_jax.forest.pages import PagePool
 from codec_jax.forest.token_tree import Match, TokenTree
 from codec_jax.forest.tree import FREE, NO_NODE, Tree, check_in_use, check_slots
 
+#: In the place of a token that no list shares.
+_UNSHARED = -1
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixCache:
@@ -48,9 +51,12 @@ class PrefixCache:
     last_used: Int[np.ndarray, " num_pages"]  # the clock when the page lost its last reader
     pins: Int[np.ndarray, " num_pages"]  # how often the page is pinned
     clock: int  # calls of `retire`
+    invariant: bool = False
 
     @classmethod
-    def create(cls, num_pages: int, page_size: int, request_capacity: int, *, devices: int = 1) -> PrefixCache:
+    def create(
+        cls, num_pages: int, page_size: int, request_capacity: int, *, devices: int = 1, invariant: bool = False
+    ) -> PrefixCache:
         """Make an empty cache.
 
         Args:
@@ -58,6 +64,8 @@ class PrefixCache:
           page_size: tokens in a page, a multiple of 8.
           request_capacity: request slots (B).
           devices: that the pages are spread over, along the context axis of a mesh.
+          invariant: share nothing but whole pages of what was given to `add`. Where a list's tokens stand in its pages,
+            and whether they were computed as a prompt is, then does not depend on other lists.
 
         Raises ValueError for numbers that are not positive, more token slots than int32 numbers, or a number of pages
         that `devices` does not divide.
@@ -72,7 +80,7 @@ class PrefixCache:
         tree = Tree(np.full(2, FREE), nothing, nothing, np.zeros(0, np.int64), leaf, size)
         of_pages = np.zeros(num_pages, np.int64)
         pool, tokens = PagePool.create(num_pages, devices=devices), np.zeros((num_pages, size), np.int32)
-        return cls(tree, pool, tokens, of_pages, of_pages, of_pages, 0)
+        return cls(tree, pool, tokens, of_pages, of_pages, of_pages, 0, invariant)
 
     # ------------------------------------------------------------------ what there is
 
@@ -92,7 +100,7 @@ class PrefixCache:
         return self.pool.num_free + self.num_cached
 
     def context(self, request: int) -> Int[np.ndarray, " tokens"]:
-        """Return the tokens of a request.
+        """Return the tokens of a request; of an invariant cache -1 for those of `append`.
 
         Args:
           request: the request slot.
@@ -140,8 +148,8 @@ class PrefixCache:
         Nodes are shared in whole pages, so that requests part without copying. What follows a node that matches in
         full may match further below; a match that ends elsewhere counts down to the last whole page of its node. One
         that ends at the end of a node counts in full if at most one token of the list is left: samples of one prompt
-        share all of it, and who goes on with a finished request has nothing to compute again. Tokens match whether
-        their K and V are there or still to be computed.
+        share all of it, and who goes on with a finished request has nothing to compute again. Of an invariant cache
+        whole pages count only. Tokens match whether their K and V are there or still to be computed.
 
         Args:
           tokens: token ids.
@@ -222,7 +230,7 @@ class PrefixCache:
                 f"token_lists: {len(lists)} lists need as many free request slots, got {len(requests)} of "
                 f"{len(self.tree.leaf)}; retire requests or create the cache with a larger request_capacity"
             )
-        grown, leaf = TokenTree(self.tree, self.tokens, lists), self.tree.leaf.copy()
+        grown, leaf = self._with(lists), self.tree.leaf.copy()
         closed = self._leaves(growing)
         leaf[requests] = [grown.add(given, closed) for given in lists]
         # What the lists share is read by now, so it is not evicted.
@@ -306,7 +314,8 @@ class PrefixCache:
         offset = tree.length[leaf][which] + nth
         page = tree.page_ids[self._first[leaf][which] + offset // size]
         tokens, computed, length = self.tokens.copy(), self.computed.copy(), tree.length.copy()
-        tokens[page, offset % size] = np.concatenate([*texts, np.zeros(0, np.int32)])
+        given = np.concatenate([*texts, np.zeros(0, np.int32)])
+        tokens[page, offset % size] = _UNSHARED if self.invariant else given
         np.maximum.at(computed, page, offset % size + 1)
         length[leaf] += counts
         return replace(self, tree=tree._replace(length=length), tokens=tokens, computed=computed)
@@ -347,9 +356,12 @@ class PrefixCache:
         leaf[check_in_use(requests, leaf)] = NO_NODE
         tree = tree._replace(leaf=leaf)
         unread = edits.readers_of(tree.parent, leaf) == 0
-        last_used = self.last_used.copy()
-        last_used[tree.page_ids[np.repeat(unread & (self._readers > 0), tree.page_count)]] = self.clock + 1
-        length = np.where(unread, self._computed_of_nodes, tree.length)
+        last_used, computed = self.last_used.copy(), self.computed.copy()
+        left = tree.page_ids[np.repeat(unread & (self._readers > 0), tree.page_count)]
+        last_used[left] = self.clock + 1
+        if self.invariant:  # nobody will share these
+            computed[left[(self.tokens[left] == _UNSHARED).any(axis=1)]] = 0
+        length = np.where(unread, replace(self, computed=computed)._computed_of_nodes, tree.length)
         page_count = np.where(edits.ended_at(tree), tree.page_count, -(-length // tree.page_size))
         cache = self._resized(tree._replace(length=length), page_count)
         merged = edits.merge_chains(cache.tree, np.full(len(length), True))
@@ -523,7 +535,10 @@ class PrefixCache:
 
     @cached_property
     def _content(self) -> TokenTree:
-        return TokenTree(self.tree, self.tokens)
+        return self._with()
+
+    def _with(self, lists: Sequence[Int[np.ndarray, " tokens"]] = ()) -> TokenTree:
+        return TokenTree(self.tree, self.tokens, lists, whole_pages=self.invariant)
 
     @cached_property
     def _order(self) -> Order:

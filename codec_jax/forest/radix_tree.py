@@ -17,22 +17,27 @@ from codec_jax.forest.tree import NO_NODE, ROOT, Tree
 
 
 class _RadixTree:
-    """Nodes as runs of symbols, lists or arrays; node 0 is the root above all, which has none."""
+    """Nodes as runs of symbols, lists or arrays; node 0 is the root above all, which has none.
 
-    def __init__(self) -> None:
+    Lists share so many symbols, or a multiple: whole units.
+    """
+
+    def __init__(self, unit: int = 1) -> None:
+        self.unit = unit
         self.runs: list[Any] = [()]
         self.parent = [NO_NODE]
         self.begin = [-1]  # where the run begins in the lists that pass through it
-        self.children: list[dict[int, int]] = [{}]  # by first symbol
+        self.children: list[dict[Any, int]] = [{}]  # by first unit
 
     def insert(self, symbols: Any) -> int:
         """Return the node at which a list ends."""
         node = at = 0
         while at < len(symbols):
-            child = self.children[node].get(symbols[at])
+            whole = len(symbols) - at >= self.unit  # less is not shared
+            child = self.children[node].get(self._first(symbols, at)) if whole else None
             if child is None:
                 return self._append(node, symbols[at:], at)
-            common = common_prefix(self.runs[child], symbols, at)
+            common = common_prefix(self.runs[child], symbols, at) // self.unit * self.unit
             node = child if common == len(self.runs[child]) else self._split(child, common)
             at += common
         return node
@@ -42,7 +47,7 @@ class _RadixTree:
         self.parent.append(parent)
         self.begin.append(begin)
         self.children.append({})
-        self.children[parent][run[0]] = len(self.runs) - 1
+        self.children[parent][self._first(run, 0)] = len(self.runs) - 1
         return len(self.runs) - 1
 
     def _split(self, lower: int, at: int) -> int:
@@ -50,8 +55,11 @@ class _RadixTree:
         run, begin = self.runs[lower], self.begin[lower]
         upper = self._append(self.parent[lower], run[:at], begin)
         self.runs[lower], self.begin[lower], self.parent[lower] = run[at:], begin + at, upper
-        self.children[upper][run[at]] = lower
+        self.children[upper][self._first(run, at)] = lower
         return upper
+
+    def _first(self, symbols: Any, at: int) -> Any:
+        return symbols[at] if self.unit == 1 else tuple(symbols[at : at + self.unit])
 
     def numbered(self) -> tuple[Int[np.ndarray, " nodes"], Int[np.ndarray, " nodes+1"]]:
         """Number the nodes below the root such that parents come first; returns old by new numbers, and new by old."""
@@ -78,12 +86,12 @@ def common_prefix(run: Any, symbols: Any, at: int = 0) -> int:
     return low
 
 
-def shared_tokens(token_lists: Sequence[Integers], page_size: int) -> Tree:
+def shared_tokens(token_lists: Sequence[Integers], page_size: int, *, whole_pages: bool = False) -> Tree:
     """Return the radix tree of token lists; equal lists end at the same node. Errors are those of `from_sequences`."""
     if not hasattr(token_lists, "__len__") or not len(token_lists):
         got = "none" if hasattr(token_lists, "__len__") else repr(token_lists)
         raise ValueError(f"token_lists: expected at least one list of tokens, got {got}")
-    tree, ends = _RadixTree(), []
+    tree, ends = _RadixTree(page_size if whole_pages else 1), []
     # Lists of Python are compared as they are: to make arrays of them would take longer than all else.
     as_lists = all(isinstance(tokens, list) for tokens in token_lists)
     for i, tokens in enumerate(token_lists):

@@ -30,12 +30,15 @@ class TokenTree:
         tree: Tree,
         tokens: Int[np.ndarray, "num_pages page_size"],
         token_lists: Sequence[Int[np.ndarray, " tokens"]] = (),
+        *,
+        whole_pages: bool = False,
     ) -> None:
-        """Take copies with room for the token lists."""
+        """Take copies with room for the token lists, of which no more than whole pages are shared if so wished."""
         pages = sum(-(-len(given) // tree.page_size) for given in token_lists)
         free = np.flatnonzero(tree.parent == FREE)
         more = max(2 * len(token_lists) - len(free), 0)
         self.page_size, self.num_pages, self.new_pages = tree.page_size, len(tokens), 0
+        self._whole_pages = whole_pages
         self.tokens = np.concatenate([tokens, np.empty((pages, tree.page_size), tokens.dtype)]) if pages else tokens
         self._page_ids = np.concatenate([tree.page_ids, len(tokens) + np.arange(pages)])
         self._parent = np.concatenate([tree.parent, np.full(more, FREE)])
@@ -54,7 +57,7 @@ class TokenTree:
         while found:
             node, at = found.pop()
             for child, common in self._common(node, tokens, at):
-                whole = common == self._length[child]
+                whole = common == self._length[child] and not (self._whole_pages and common % self.page_size)
                 if whole:
                     found.append((child, at + common))
                 at_end = whole and len(tokens) - at - common <= 1 and child not in growing

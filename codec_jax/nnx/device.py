@@ -49,18 +49,19 @@ class Device:
         chunk_tokens: int,
         implementation: str | None,
     ) -> None:
-        """Allocate pages, and say what to compile."""
+        """Allocate pages, and say what to compile: with an invariant cache steps of two shapes only."""
         self._model, self._config, self._chunk_tokens = model, model.config, chunk_tokens
         self._rows, self._num_pages, page_size = len(cache.tree.leaf), cache.pool.num_pages, cache.tree.page_size
         #: Chunks that a step has room for: few, so that a short prompt costs little, or all.
-        self._sizes = sorted({max(chunks // 8, 1), chunks})
+        self._sizes = [chunks] if cache.invariant else sorted({max(chunks // 8, 1), chunks})
+        self._max_context = min(max_context, self._num_pages * page_size)
         # A plan holds for what the step in flight may add, and for what the next one may.
         self._intervals = intervals = Intervals(
-            model.config, 2 * steps, self._num_pages, page_size, Parallel.of(model.mesh)
-        )
-        self._max_context = min(max_context, self._num_pages * page_size)
+            model.config, 2 * steps, self._num_pages, page_size, Parallel.of(model.mesh),
+            max_context=self._max_context, invariant=cache.invariant,
+        )  # fmt: skip
         self._blocks = intervals.block_capacity(self._rows, self._max_context)
-        self._steps = steps
+        self._steps, self._fewest = steps, 1 if runs_to_its_end() and not cache.invariant else steps
         self._programs = {
             turns: _program(model.graph, model.config, model.mesh, turns, implementation) for turns in {1, steps}
         }
@@ -127,7 +128,7 @@ class Device:
 
     def _turns(self, tokens: int) -> int:
         """Return the turns of a step that draws so many tokens: of a loop that runs to its end, few would be used."""
-        return 1 if tokens <= 1 and runs_to_its_end() else self._steps
+        return self._fewest if tokens <= 1 else self._steps
 
     def _drawing(self, step: Step, cache: PrefixCache, behind: bool) -> Drawing:
         """Plan for the requests that draw; the others have no place in the forest."""

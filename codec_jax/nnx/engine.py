@@ -37,6 +37,9 @@ from codec_jax.nnx.scheduler import Scheduler, Step
 from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.stats import Stats, count
 
+#: What commands say of their option.
+INVARIANT_HELP = "compute every request as if it were alone, to the last bit, which takes more time"
+
 
 class _Flight(NamedTuple):
     """A step that has not landed: the host does not know yet what it brought."""
@@ -87,6 +90,7 @@ class Engine:
         room: float = 1.0,
         tokenizer: Tokenizer | None = None,
         implementation: str | None = None,
+        invariant: bool = False,
     ) -> None:
         """Allocate the pages of the KV cache.
 
@@ -106,17 +110,25 @@ class Engine:
             again later.
           tokenizer: for prompts given as text, the text of updates, and stop strings.
           implementation: of `forest_attention`.
+          invariant: compute every request as if it were alone, to the last bit: with plans of the policy "invariant",
+            and steps that either compute prompts or decode, in arrays of always the same shapes. It takes more time.
 
-        Raises ValueError for numbers that do not fit together, or a mesh that does not divide the model.
+        Raises ValueError for numbers that do not fit together, a mesh that does not divide the model, and what
+        `invariant` does not go with: pages on several devices, or less room than for all that requests may generate.
         """
         check_name(implementation)
         if not 0.0 <= checks.number("room", room) <= 1.0:
             raise ValueError(f"room: expected a share in [0, 1], got {room}")
         placed = PlacedDecoder.of(model, mesh)
         config, parallel = placed.config, Parallel.of(placed.mesh)
+        if invariant and (room < 1.0 or parallel.context > 1):
+            raise ValueError(
+                f"invariant: expected room = 1 and pages on one device, got room = {room} and {parallel.context} along "
+                '"context": who gives way is computed anew otherwise than before, and a sum over devices has parts'
+            )
         num_pages = pages_that_fit(config, page_size, mesh=placed.mesh) if num_pages is None else num_pages
         rows = checks.integer("max_requests", max_requests)
-        cache = PrefixCache.create(num_pages, page_size, rows, devices=parallel.context)
+        cache = PrefixCache.create(num_pages, page_size, rows, devices=parallel.context, invariant=invariant)
         self.config, self.tokenizer = config, tokenizer
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         self._page_size = page_size

@@ -14,6 +14,8 @@ from codec_jax.nnx.batch import Plans
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.planning import default_tiling, make_plan, pages_of_block
+from codec_jax.planning.division import INVARIANT, Policy
+from codec_jax.planning.invariant import parts_of, room_for_more
 from pallas_kernels import Heads
 
 #: Nodes that a path may have before the decode step is compiled anew for longer block lists.
@@ -38,10 +40,20 @@ class Intervals:
     """
 
     def __init__(
-        self, config: DecoderConfig, steps: int, num_pages: int, page_size: int, parallel: Parallel = ALONE
+        self,
+        config: DecoderConfig,
+        steps: int,
+        num_pages: int,
+        page_size: int,
+        parallel: Parallel = ALONE,
+        *,
+        max_context: int | None = None,
+        invariant: bool = False,
     ) -> None:
         """Choose the sizes: for the heads and the pages of one device."""
         self._steps, self._page_size = steps, page_size
+        self._max_context = num_pages * page_size if max_context is None else max_context
+        self._policy: Policy = INVARIANT if invariant else "aligned"
         self._homes = Homes(parallel.context, num_pages // parallel.context)
         self._windows = config.windows_used
         heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
@@ -50,6 +62,9 @@ class Intervals:
         tiling = default_tiling(self._heads)
         self._tile_rows = tiling.tile_rows
         self._block_tokens = tiling.block_for(self._heads.num_kv_heads, self._homes.pages * page_size, 0)
+        if invariant:
+            self._block_tokens = tiling.block_tokens[-1]  # whatever the amount of work is
+        self._more = room_for_more(tiling.num_ctas, self._heads.num_kv_heads, self._block_tokens)
 
     def prepare(
         self, forest: Forest, pool: PagePool, remaining: Int[np.ndarray, " B"], block_capacity: int
@@ -83,6 +98,8 @@ class Intervals:
                 window=window,
                 block_tokens=self._block_tokens,
                 block_capacity=block_capacity,
+                segment_capacity=self._segment_capacity(forest.request_capacity, query_tokens),
+                policy=self._policy,
                 homes=self._homes,
             )
             for window in self._windows
@@ -95,7 +112,20 @@ class Intervals:
         tiles = -(-max_requests * self._heads.group // self._tile_rows)
         paths = max_requests * (-(-max_context // self._page_size) + EXPECTED_DEPTH)
         parts = min(tiles * self._homes.pages, paths) * (self._page_size // page_tokens)
-        return -(-parts // pages_per_block) + 2 * tiles
+        blocks = -(-parts // pages_per_block) + 2 * tiles
+        if self._policy == INVARIANT:
+            # A request has blocks of its own where nodes begin and end, beside which another lane may have none.
+            blocks += 4 * (EXPECTED_DEPTH + 1) * max_requests + self._more[1]
+        return blocks
+
+    def _segment_capacity(self, requests: int, query_tokens: int) -> int:
+        """Bound the segments of plans whose streams end where contexts say, not where a thread block has enough."""
+        if self._policy != INVARIANT:
+            return 0
+        rows, blocks = query_tokens * self._heads.group, -(-self._max_context // self._block_tokens) + EXPECTED_DEPTH
+        parts = int(parts_of(blocks, self._block_tokens, -(-rows // self._tile_rows))[-1]) + 1
+        tiles = -(-requests * rows // self._tile_rows)
+        return (tiles * parts + self._more[0]) * self._heads.num_kv_heads
 
     def blocks_of_chunks(self, ends: Int[np.ndarray, " chunks"], chunk: int) -> int:
         """Bound the blocks of prefill: every tile reads what the longest of its requests has before it, at most."""

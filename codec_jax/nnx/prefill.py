@@ -38,8 +38,13 @@ def prefill_waves(
     prompts: Sequence[Int[np.ndarray, " tokens"]],
     num_pages: int,
     blocks_of_chunks: Callable[[Int[np.ndarray, " chunks"], int], int],
+    *,
+    one_shape: bool = False,
 ) -> Iterator[Wave]:
-    """Cut the forest of these prompts, one for each request, into waves; a function bounds the blocks of plans."""
+    """Cut the forest of these prompts, one for each request, into waves; a function bounds the blocks of plans.
+
+    Waves have few shapes, or the largest of them only.
+    """
     chunk = chunk_tokens(forest.page_size)
     view, node_of_chunk = forest.chunks(chunk)
     num_chunks, end = len(node_of_chunk), view.start + view.length
@@ -48,7 +53,8 @@ def prefill_waves(
     last_chunk[node_of_chunk] = np.arange(num_chunks)
     chunk_of_request = np.where(forest.active, last_chunk[forest.leaf], -1)
 
-    size = min(_grown(_MIN_CHUNKS, num_chunks), max(1, MAX_WAVE_TOKENS // chunk))
+    most = max(1, MAX_WAVE_TOKENS // chunk)
+    size = most if one_shape else min(_grown(_MIN_CHUNKS, num_chunks), most)
     for first in range(0, num_chunks, size):
         wave = np.arange(first, min(first + size, num_chunks))
         # No chunk is without tokens, so there are no more of them than pages.
@@ -68,15 +74,17 @@ def prefill_waves(
         yield Wave(chunks, blocks, tokens, store, row_of_request.astype(np.int32))
 
 
-def append_waves(forest: Forest, new: Mapping[int, Int[np.ndarray, " tokens"]]) -> Iterator[Wave]:
-    """Cut what requests are to get into waves; the forest has room for it."""
+def append_waves(
+    forest: Forest, new: Mapping[int, Int[np.ndarray, " tokens"]], *, one_shape: bool = False
+) -> Iterator[Wave]:
+    """Cut what requests are to get into waves, of few shapes or of one; the forest has room for it."""
     lengths = np.zeros(forest.request_capacity, np.int32)
     lengths[list(new)] = [len(tokens) for tokens in new.values()]
     for first in range(0, int(lengths.max()), MAX_CHUNK_TOKENS):
         counts = np.clip(lengths - first, 0, MAX_CHUNK_TOKENS)
         growing = np.flatnonzero(counts)
         # Rows hold a power of two tokens, so that few lengths are compiled; tokens are at their right end.
-        width = 1 << (int(counts.max()) - 1).bit_length()
+        width = 1 << (MAX_CHUNK_TOKENS - 1 if one_shape else int(counts.max()) - 1).bit_length()
         tokens = np.zeros((len(counts), width), np.int32)
         for request in growing.tolist():
             tokens[request, width - counts[request] :] = new[request][first : first + counts[request]]

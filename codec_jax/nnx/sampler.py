@@ -90,6 +90,7 @@ class Sampler:
         max_context: int | None = None,
         steps: int = 16,
         implementation: str | None = None,
+        invariant: bool = False,
     ) -> None:
         """Prepare to decode up to `max_requests` requests at a time over a pool of `num_pages` pages.
 
@@ -103,8 +104,10 @@ class Sampler:
             the plan's arrays.
           steps: tokens between two looks of the host at the device, and between two plans.
           implementation: of `forest_attention`.
+          invariant: compute every request as if it were alone, to the last bit, as in `Engine`.
 
-        Raises ValueError for numbers that do not fit together, or a mesh that does not divide the model.
+        Raises ValueError for numbers that do not fit together, or a mesh that does not divide the model, or spreads
+        pages over devices while `invariant`.
         """
         self.max_requests = checks.integer("max_requests", max_requests)
         self.num_pages = checks.integer("num_pages", num_pages)
@@ -116,7 +119,14 @@ class Sampler:
         self.config = placed.config
         parallel = Parallel.of(placed.mesh)
         self._empty = PagePool.create(num_pages, devices=parallel.context)
-        self._intervals = Intervals(placed.config, steps, num_pages, page_size, parallel)
+        if invariant and parallel.context > 1:
+            raise ValueError(
+                f'invariant: expected pages on one device, got {parallel.context} along "context": a sum has parts then'
+            )
+        self._invariant = invariant
+        self._intervals = Intervals(
+            placed.config, steps, num_pages, page_size, parallel, max_context=self.max_context, invariant=invariant
+        )
         self._new_engine = partial(
             Engine,
             max_requests=max_requests,
@@ -125,6 +135,7 @@ class Sampler:
             max_context=self.max_context,
             steps=steps,
             implementation=implementation,
+            invariant=invariant,
         )
         self._engine: Engine | None = None  # until the first call of `generate`
 
@@ -165,7 +176,7 @@ class Sampler:
         given = validate.prompts(prompts, self.max_context, self.config.vocab_size)
         validate.count(len(given), self.max_requests)
         numbers = validate.streams(range(len(given)) if streams is None else streams, len(given))
-        tree = shared_tokens(given, self.page_size)
+        tree = shared_tokens(given, self.page_size, whole_pages=self._invariant)
         if len(tree.page_ids) > self.num_pages:
             raise OutOfPagesError(
                 f"the prompts need {len(tree.page_ids)} pages of {self.page_size} tokens, the pool has "
@@ -235,7 +246,8 @@ class Sampler:
                 except OutOfPagesError as error:
                     error.state, error.generated = state, generated
                     raise
-            decode = self._decode_program(turns_for(int(remaining.max()), self.steps))
+            turns = self.steps if self._invariant else turns_for(int(remaining.max()), self.steps)
+            decode = self._decode_program(turns)
             cache, logits, *results = decode(
                 self._model.weights, state.cache, state.logits, interval.growers, interval.plan, remaining,
                 options._replace(stream=state.stream),
@@ -285,7 +297,7 @@ class Sampler:
         lengths[list(new)] = [len(given) for given in new.values()]
         forest, pool = state.forest.reserve(state.pool, lengths, list(new))
         cache, logits, traffic = state.cache, state.logits, state.traffic
-        for wave in append_waves(forest, new):
+        for wave in append_waves(forest, new, one_shape=self._invariant):
             plan, cache, logits = self._run(wave, cache, logits)
             traffic = traffic + count_pass(wave.chunks, all_plans(plan)[0])
         forest = forest.extend(lengths)
@@ -419,7 +431,9 @@ class Sampler:
         """Compute K and V of every node once, in waves of chunks, and the logits after each prompt."""
         cache = new_pages(self.config, self._model.mesh, self.num_pages, self.page_size)
         logits = everywhere(self._model.mesh, jnp.zeros((self.max_requests, self.config.vocab_size), jnp.float32))
-        waves = prefill_waves(forest, prompts, self.num_pages, self._intervals.blocks_of_chunks)
+        waves = prefill_waves(
+            forest, prompts, self.num_pages, self._intervals.blocks_of_chunks, one_shape=self._invariant
+        )
         tokens = int(forest.length.sum(dtype=np.int64))
         with tqdm(total=tokens, desc="prefill", unit="token", leave=None, disable=not progress) as bar:
             for wave in waves:

@@ -4,7 +4,7 @@
                those inside may still generate
     chunks     prompts are computed in the order of entry, up to `chunks` of `chunk_tokens` tokens a step, each shared
                node once; all but the last token of a prompt, which the request feeds when it begins to decode
-    decoding   all others add up to `steps` tokens, one beside chunks
+    decoding   all others add up to `steps` tokens, one beside chunks; with an invariant cache none beside chunks
     giving way when pages run short, the request that entered last leaves and goes back to the head of the queue; what
                it had stays in the cache as long as there is room
 
@@ -92,7 +92,9 @@ class Scheduler:
         """Return the next step; None if there is nothing to do before the one in flight has landed."""
         self._leave([running for running in self.running if running.request.finished])
         self._enter()
-        drawing = self._draw()
+        # A step with chunks is another program, and whether there are any is up to others.
+        waits = self.cache.invariant and any(map(self._needs_chunks, self.running))
+        drawing = {} if waits else self._draw()
         pieces = self._compute()
         finishing = [x for x in self.running if not (x.left or x.flying or self._needs_chunks(x))]
         if not (pieces or drawing or finishing):
@@ -137,8 +139,10 @@ class Scheduler:
         requests = dict.fromkeys([*(running.request for running in self.running), *self.queue])
         self.queue = deque(request for request in requests if not request.finished)
         self.running = []
-        pool, tree = self.cache.pool, self.cache.tree
-        self.cache = PrefixCache.create(pool.num_pages, tree.page_size, len(tree.leaf), devices=pool.devices)
+        pool, tree, invariant = self.cache.pool, self.cache.tree, self.cache.invariant
+        self.cache = PrefixCache.create(
+            pool.num_pages, tree.page_size, len(tree.leaf), devices=pool.devices, invariant=invariant
+        )
 
     # ------------------------------------------------------------------ inside or not
 

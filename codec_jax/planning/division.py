@@ -1,8 +1,9 @@
 """Policies of division: how the streams are cut, and which thread block gets which piece (paper, section 5).
 
-aligned  runs of equal cost that are cut alike in all kv heads (`even_runs`); the default
-paper    slices of a stream, as many as a lower bound of the makespan asks for, longest first to whoever is free
-n        n equal slices of every stream, longest first to whoever is free
+aligned    runs of equal cost that are cut alike in all kv heads (`even_runs`); the default
+paper      slices of a stream, as many as a lower bound of the makespan asks for, longest first to whoever is free
+n          n equal slices of every stream, longest first to whoever is free
+invariant  streams are cut as their rows allow before they come here (`invariant`); longest first to whoever is free
 
 Paper: doi 10.1145/3802028.
 """
@@ -20,6 +21,7 @@ from codec_jax.planning.even_runs import even_runs
 from codec_jax.planning.work import Schedule, Work
 
 Policy = str | int
+INVARIANT = "invariant"
 
 #: Slice costs that "paper" tries, from its lower bound to twice as much.
 _GRID = 16
@@ -28,15 +30,16 @@ _GRID = 16
 def divide(work: Work, estimate: Estimate, policy: Policy) -> Schedule:
     """Cut the streams into segments and assign them to thread blocks.
 
-    Raises ValueError for a policy that is not "aligned", "paper" or a positive number of slices.
+    Raises ValueError for a policy that is not "aligned", "paper", "invariant" or a positive number of slices.
     """
     if policy == "aligned":
         return even_runs(work, estimate)
     if policy == "paper":
         return _paper(work, estimate)
-    if isinstance(policy, int) and not isinstance(policy, bool) and policy > 0:
-        return _longest_first(_Slices.equal(work, estimate, np.full(len(work.wide), policy)))
-    raise ValueError(f"policy: expected 'aligned', 'paper' or a positive number of slices, got {policy!r}")
+    slices = 1 if policy == INVARIANT else policy
+    if isinstance(slices, int) and not isinstance(slices, bool) and slices > 0:
+        return _longest_first(_Slices.equal(work, estimate, np.full(len(work.wide), slices)))
+    raise ValueError(f"policy: expected 'aligned', 'paper', 'invariant' or a positive number of slices, got {policy!r}")
 
 
 class _Slices:

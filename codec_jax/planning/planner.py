@@ -3,6 +3,7 @@
 forest ─► tiles and blocks  how large they are, by the device and the amount of work     _grid
        ─► runs              the pages that are read, of each device, or of a subset      streams.list_runs
        ─► streams           which pages every tile, or pair of tiles, reads              streams.list_streams
+                            or, each page in a place of its own, policy "invariant"      invariant
        ─► blocks            pages in groups, those without a mask first                  streams.lay_out_blocks
        ─► cuts              streams divided among thread blocks, by cost                 division.divide
        ─► segments, merges  the cuts as rows, and which partials POR merges              _segments
@@ -24,7 +25,8 @@ from codec_jax.forest import Forest
 from codec_jax.forest.homes import Homes
 from codec_jax.forest.page_subset import PageSubset
 from codec_jax.planning.cost import CostModel, Estimate, HeadLayout
-from codec_jax.planning.division import Policy, divide
+from codec_jax.planning.division import INVARIANT, Policy, divide
+from codec_jax.planning.invariant import list_invariant_streams
 from codec_jax.planning.plan import Plan, PlanHost, begin_of_ctas, max_lengths
 from codec_jax.planning.streams import (
     MIN_WIDE_TOKENS,
@@ -63,6 +65,7 @@ def make_plan(
     lanes: int | None = None,
     min_wide_tokens: int | None = None,
     block_capacity: int | None = None,
+    segment_capacity: int = 0,
     cost_model: CostModel | None = None,
     policy: Policy = "aligned",
     homes: Homes | None = None,
@@ -87,17 +90,19 @@ def make_plan(
       min_wide_tokens: KV tokens that two tiles must both read to share segments for them.
       block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; defaults to room for what
         the forest has capacities for. A plan that needs more is padded to the next bucket.
+      segment_capacity: segments to pad to, likewise, if that is more than the policy "aligned" needs.
       cost_model: what thread blocks take for their work, for this head layout and page size; defaults to what was
         measured on the device (`CostModel.default`).
       policy: how streams are divided: "aligned" between kv heads, as the "paper" does, or into that many equal slices
-        each (see `codec_jax.planning.division`).
+        each (see `codec_jax.planning.division`). With "invariant" no request's attention depends, to the last bit, on
+        who is beside it (see `codec_jax.planning.invariant`).
       homes: where pages live if they are spread over the devices of a mesh axis, `PagePool.homes`. The plan then has a
         part for each device, and `forest_attention` takes it with that mesh.
       subset: pages that the plan is of, and where the arrays that it is for have them; defaults to all pages.
         `forest_attention` then gives a partial, with return_residuals=True, to be merged with that of the rest.
 
-    Raises ValueError for numbers that do not fit together, or a cost model for another layout or GPU; TypeError for a
-    forest that lives on a device.
+    Raises ValueError for numbers that do not fit together, pages of several devices or a subset under the policy
+    "invariant", or a cost model for another layout or GPU; TypeError for a forest that lives on a device.
 
     >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
     >>> make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64).heads.group
@@ -119,6 +124,7 @@ def make_plan(
             f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, at most {MAX_ROWS}, got {num_q_heads}"
         )
     steps, query_tokens = checks.integer("steps", steps, below=2**62), checks.integer("query_tokens", query_tokens)
+    segment_capacity = checks.integer("segment_capacity", segment_capacity, 0)
     window = window if isinstance(window, Window | None) else Window(window)
     if homes is not None:
         checks.instance("homes", homes, Homes)
@@ -132,6 +138,13 @@ def make_plan(
         if last >= len(subset.place) or homes is not None:
             got = f"one of a pool of {len(subset.place)}" if homes is None else f"{homes} as well"
             raise ValueError(f"subset: expected one of a pool of {last + 1} pages or more, on one device, got {got}")
+    if policy == INVARIANT:
+        if homes is not None or subset is not None:
+            raise ValueError(
+                "policy: expected another one for pages on several devices or in a subset, got 'invariant': which of "
+                "them a request's pages are on depends on the others"
+            )
+        block_tokens = default_tiling(heads).block_tokens[-1] if block_tokens is None else block_tokens
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     chosen = {name: x for name, x in given.items() if x is not None}
     hidden = forest.hidden_by(window, query_tokens)
@@ -148,16 +161,19 @@ def make_plan(
     parts, subsets = [], [subset] if homes is None else [homes.subset(device) for device in range(homes.devices)]
     for pages in subsets:
         runs = list_runs(forest, longest, grid.page_tokens, pages, hidden)
-        streams = list_streams(forest, longest, runs, grid, steps=steps, min_wide_tokens=wide_tokens)
+        if policy == INVARIANT:
+            streams = list_invariant_streams(forest, longest, runs, grid, steps=steps)
+        else:
+            streams = list_streams(forest, longest, runs, grid, steps=steps, min_wide_tokens=wide_tokens)
         parts.append((runs, streams, _work(forest, streams, runs, grid)))
     num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
         capacity = max(_block_capacity(forest, *part, grid, subsets[0]) for part in parts)
     else:
         capacity = bucket(num_blocks, minimum=max(checks.integer("block_capacity", block_capacity, 0), 8))
-    query_starts = _query_starts(forest, grid)
+    query_starts, capacities = _query_starts(forest, grid), (capacity, segment_capacity)
     devices = [
-        _device(forest, streams, work, grid, model, policy, capacity, query_starts, pages)
+        _device(forest, streams, work, grid, model, policy, capacities, query_starts, pages)
         for pages, (_, streams, work) in zip(subsets, parts, strict=True)
     ]
     used_rows = np.asarray([forest.active.sum() * grid.rows_per_request], np.int32)
@@ -196,15 +212,15 @@ def _device(
     grid: Grid,
     model: CostModel,
     policy: Policy,
-    capacity: int,
+    capacities: tuple[int, int],
     query_starts: Int[np.ndarray, " tiles"],
     subset: PageSubset | None,
 ) -> _Device:
     """Lay out the blocks of a device, divide them among its thread blocks, and list what they merge."""
-    block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacity, subset)
+    block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacities[0], subset)
     estimate = work.estimate(model)
     schedule = divide(work, estimate, policy)
-    segments, merge_ptr, num_partials = _segments(schedule, work, streams, grid, query_starts)
+    segments, merge_ptr, num_partials = _segments(schedule, work, streams, grid, query_starts, capacities[1])
     cta_begin = begin_of_ctas(schedule.cta_ptr, segments, block_pages)
     arrays = {"block_pages": block_pages, "segments": segments, "cta_begin": cta_begin, "merge_ptr": merge_ptr}
     return _Device(arrays, num_partials, estimate)
@@ -333,7 +349,12 @@ def _query_starts(forest: Forest, grid: Grid) -> Int[np.ndarray, " tiles"]:
 
 
 def _segments(
-    schedule: Schedule, work: Work, streams: Streams, grid: Grid, query_starts: Int[np.ndarray, " tiles"]
+    schedule: Schedule,
+    work: Work,
+    streams: Streams,
+    grid: Grid,
+    query_starts: Int[np.ndarray, " tiles"],
+    least: int,
 ) -> tuple[Int[np.ndarray, "segments 10"], Int[np.ndarray, " tiles*K+1"], int]:
     """Write the cuts as rows; return them, the merge lists, and how many partials to make room for."""
     # Cuts between streams and thread blocks keep within bounds that do not depend on the tree; others may not.
@@ -341,13 +362,13 @@ def _segments(
     num_merges, num_pairs = grid.num_tiles * heads, (grid.num_tiles // 2) * heads * (grid.lanes - 1)
     wide = work.wide[schedule.stream]
     num_segments, num_partials = len(wide), len(wide) + int(np.count_nonzero(wide))
-    capacity = num_merges + num_pairs + num_ctas
-    room = capacity + num_pairs + num_ctas * (grid.lanes - 1)
+    capacity = max(num_merges + num_pairs + num_ctas, least)
     capacity = capacity if num_segments <= capacity else bucket(num_segments)
+    room = capacity + num_pairs + num_ctas * (grid.lanes - 1)
     room = room if num_partials <= room else bucket(num_partials)
 
     tile0, tile1 = streams.tile0[schedule.stream], streams.tile1[schedule.stream]
-    partial0, partial1, merge_ptr = _partials(tile0, tile1, schedule.head, heads, num_merges, room)
+    partial0, partial1, merge_ptr = _partials(tile0, tile1, schedule, heads, num_merges, room)
     columns = Segment(
         tile0=tile0,
         tile1=tile1,
@@ -368,20 +389,20 @@ def _segments(
 def _partials(
     tile0: Int[np.ndarray, " segments"],
     tile1: Int[np.ndarray, " segments"],
-    head: Int[np.ndarray, " segments"],
+    schedule: Schedule,
     num_kv_heads: int,
     num_merges: int,
     nowhere: int,
 ) -> tuple[Int[np.ndarray, " segments"], Int[np.ndarray, " segments"], Int[np.ndarray, " merges+1"]]:
-    """Number the partials such that those of one (tile, head) are consecutive, in the order of the segments.
+    """Number the partials such that those of one (tile, head) are consecutive, in the order of their blocks.
 
     A narrow segment has one; its other goes nowhere.
     """
-    merge = np.stack([tile0, tile1], axis=1) * num_kv_heads + head[:, None]
+    merge = np.stack([tile0, tile1], axis=1) * num_kv_heads + schedule.head[:, None]
     merge[tile0 == tile1, 1] = num_merges
     merge = merge.reshape(-1)
     number = np.empty(len(merge), np.int64)
-    number[np.argsort(merge, kind="stable")] = np.arange(len(merge))
+    number[np.lexsort((np.repeat(schedule.begin, 2), merge))] = np.arange(len(merge))
     number[merge == num_merges] = nowhere
     merge_ptr = np.cumsum(np.bincount(merge + 1, minlength=num_merges + 2)[: num_merges + 1])
     partial0, partial1 = number.reshape(-1, 2).T

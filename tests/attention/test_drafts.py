@@ -91,6 +91,7 @@ class Layout(NamedTuple):
     block_tokens: int = 64
     num_ctas: int = 5
     lanes: int = 1
+    policy: str = "aligned"
 
     def plan(self, forest: Forest, steps: int = 1) -> Plan:
         tiles = -(-REQUESTS * self.tokens * (self.heads.q // self.heads.kv) // self.tile_rows)
@@ -106,12 +107,15 @@ class Layout(NamedTuple):
             block_tokens=self.block_tokens,
             lanes=self.lanes,
             block_capacity=tiles * PAGES,
+            segment_capacity=64,
+            policy=self.policy,
         )
 
 
 LAYOUTS = {
     "some candidates": Layout(Heads(4, 2, 16), 5),
     "one candidate": Layout(Heads(2, 1, 16), 1),
+    "pages in places of their own": Layout(Heads(4, 2, 16), 5, block_tokens=32, lanes=2, policy="invariant"),
     # Pages of candidates that none of a tile's rows comes before, and yet not all of them descend from.
     "candidates over several pages and tiles": Layout(Heads(4, 1, 16), 21, page_size=8, tile_rows=8, block_tokens=16),
     "pages in parts, pairs of tiles": Layout(Heads(6, 2, 16), 9, page_size=32, tile_rows=9, block_tokens=16, lanes=2),

@@ -47,6 +47,7 @@ CALLS: list[tuple[str, Callable[[Any], Any], list[Any]]] = [
         for name in (*HEADS, "query_tokens", "num_ctas", "tile_rows", "block_tokens", "min_wide_tokens")
     ),
     ("block_capacity", lambda x: make_plan(FOREST, **HEADS, block_capacity=x), ["4", 1.5]),
+    ("segment_capacity", lambda x: make_plan(FOREST, **HEADS, segment_capacity=x), ["4", 1.5, -1]),
     ("policy", lambda x: make_plan(FOREST, **HEADS, policy=x), ["other", 0]),
     ("cost_model", lambda x: make_plan(FOREST, **HEADS, cost_model=x), ["H200"]),
     ("forest", PLAN.check, [None, PLAN]),

@@ -48,3 +48,7 @@ def test_differences_are_counted_up_to_the_first_token_that_differs() -> None:
     assert row["tokens_before_the_first_difference"] == [3, 1, 0]
     assert row["logprob_difference"] == 0.5
     assert row["logits_difference"] == pytest.approx(0.1)
+    assert row["same_bits"] == [False, False, False]
+    apart = np.nextafter(np.float32(4.0), np.float32(5.0))
+    texts = [Text(np.asarray([3.0, last], np.float32), [1, 2], [-1.0, -2.0]) for last in (4.0, 4.0, apart)]
+    assert differences(texts[:1] * 2, texts[1:])["same_bits"] == [True, False]

@@ -125,7 +125,10 @@ def test_plans_ceilings_batches_and_blocks_have_a_line_each():
     assert cells(tables.ceilings([ceiling])) == [["NVIDIA H200", "4.29", "4.52", "816", "700"]]
     batch = {"tokens": 64, "tokens_before_the_first_difference": [64, 7, 64], "composition": "all"}
     batch |= {"model": "m", "implementation": "xla", "logits_difference": 0.012, "logprob_difference": 0.25}
-    assert cells(tables.invariance([batch])) == [["m", "xla", "all", "2 of 3", "7 of 64", "1.2e-02", "2.5e-01"]]
+    expected = ["m", "xla", "aligned", "all", "2 of 3", "7 of 64", "1.2e-02", "2.5e-01", "–"]
+    assert cells(tables.invariance([batch])) == [expected]
+    batch |= {"policy": "invariant", "same_bits": [True, False, True]}
+    assert cells(tables.invariance([batch])) == [[*expected[:2], "invariant", *expected[3:-1], "2 of 3"]]
     block = {"head_dim": 64, "table": "SMALL", "block_tokens": 128, "roofline_us": 2.0}
     times = {("a", 2): 4.0, ("b", 2): 16.0, ("a", 3): 8.0, ("b", 3): None}
     blocks = [block | {"name": name, "stages": stages, "kernel_us": us} for (name, stages), us in times.items()]

@@ -1,9 +1,12 @@
 """A prefix cache case by case: what is shared, what is refused, and what stays."""
 
 import re
+from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from codec_jax import OutOfPagesError, OutOfSlotsError
 from codec_jax.forest import ROOT, Match, PrefixCache
@@ -263,3 +266,33 @@ def test_without_free_rows_nothing_is_added() -> None:
 def test_it_says_how_large_it_is() -> None:
     cache = cache_with(PROMPT, [5] * 24).retire([0])
     assert repr(cache) == "PrefixCache(1 request, 2 nodes, 44 tokens in 6 pages of 8, 3 of them cached, 10 free)"
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), min_size=2, max_size=6), st.integers(0, 2**32 - 1))
+def test_an_invariant_cache_shares_the_whole_pages_that_lists_have_in_common_and_nothing_else(shares, seed) -> None:
+    rng = np.random.default_rng(seed)
+    root = rng.integers(0, 2, 40)
+    lists = [[*root[:common].tolist(), *rng.integers(0, 2, own).tolist()] for common, own in shares]
+    cache = PrefixCache.create(64, 8, len(lists), invariant=True)
+    for one in lists[:2], lists[2:]:
+        cache, _ = cache.add(one)
+    pages = [cache.view([request]).context_slots(request)[::8] // 8 for request in range(len(lists))]
+    for (i, one), (j, other) in combinations(enumerate(lists), 2):
+        common = next((at for at, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1), None)
+        common = min(len(one), len(other)) if common is None else common
+        assert len({*pages[i]} & {*pages[j]}) == common // 8
+    assert (cache.view(range(len(lists))).start % 8 == 0).all()
+
+
+def test_an_invariant_cache_shares_no_token_that_was_drawn() -> None:
+    cache, [first] = PrefixCache.create(16, 8, 4, invariant=True).add([PROMPT])
+    cache = cache.mark_computed(first, 20).reserve(20, [first]).append({first: [9] * 20})
+    assert cache.context(first).tolist() == [*PROMPT, *[-1] * 20]
+    for left in (cache, cache.retire([first])):
+        assert left.match([*PROMPT, *[9] * 20]).length == 16
+    assert cache.retire([first]).available == 16
+    assert cache.retire([first]).num_cached == 2
+    cache = cache.retire([first])
+    cache, both = cache.add([PROMPT, PROMPT])
+    assert [cache.computed_tokens(request) for request in both] == [16, 16]

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forests import Tree, renumbered
-from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, plan_of
+from kernel_calls import SIX, TREE, Arrays, Exact, Heads, attend, check, plan_of
 from plan_cases import num_wide
 
 from codec_jax import Forest, PagePool, Window
 from codec_jax.attention import backends
 from codec_jax.attention.xla import XLA
+from codec_jax.planning import invariant
 from pallas_kernels import HOPPER
 
 if not hasattr(plgpu, "InterpretGPUParams"):
@@ -185,6 +186,23 @@ def test_tanh_is_exact_but_for_a_millionth_and_keeps_what_is_not_finite() -> Non
     x = np.concatenate([np.linspace(-30, 30, 4001), 10.0 ** np.arange(-30, 38), [np.inf, -np.inf]]).astype(np.float32)
     np.testing.assert_allclose(softmax.tanh(jnp.asarray(x)), np.tanh(x.astype(np.float64)), rtol=0, atol=1e-6)
     assert np.isnan(softmax.tanh(jnp.float32(np.nan)))
+
+
+def test_a_request_has_the_same_bits_in_any_company_under_policy_invariant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In parts of two blocks, one for each lane; the rows' places in the tile differ, and so do the streams."""
+    monkeypatch.setattr(invariant, "_SHORTEST", 7)
+    heads, forest = Heads(1, 1, 128), Forest.from_nodes([-1, 0, 0, 1, 1], [128, 64, 9, 70, 7], [2, 4, 3], page_size=64)
+    arrays, outs = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=9), []
+    for view in (forest, forest.only([2])):
+        plan = plan_of(view, heads, policy="invariant", num_ctas=1, block_tokens=64, block_capacity=8)
+        outs.append(np.asarray(attend(*arrays, view, plan, implementation="mosaic"), np.float32))
+    for request in range(3):
+        exact = Exact.of(arrays, forest, request)
+        assert (np.abs(outs[0][request] - exact.out) <= exact.error).all()
+    np.testing.assert_array_equal(outs[1][2], outs[0][2])
+    assert RACE not in capsys.readouterr().out
 
 
 class Drafts(NamedTuple):

@@ -16,8 +16,10 @@ PAGE_SIZE, CHUNK = 8, 16
 class Simulation:
     """A device that draws the sum of a context, one step behind the scheduler."""
 
-    def __init__(self, num_pages: int, rows: int, *, room: float = 1.0, steps: int = 3, chunks: int = 4) -> None:
-        cache = PrefixCache.create(num_pages, PAGE_SIZE, rows)
+    def __init__(
+        self, num_pages: int, rows: int, *, room: float = 1.0, steps: int = 3, chunks: int = 4, invariant: bool = False
+    ) -> None:
+        cache = PrefixCache.create(num_pages, PAGE_SIZE, rows, invariant=invariant)
         self.scheduler = Scheduler(cache, steps=steps, chunks=chunks, chunk_tokens=CHUNK, room=room)
         self.flight: Step | None = None
         self.entered: list[Request] = []
@@ -43,6 +45,7 @@ class Simulation:
         """Chunks build on what is there, in whole pages; whoever draws has its context and pages for the tokens."""
         cache = self.scheduler.cache
         assert len(step.pieces) <= 8
+        assert not (cache.invariant and step.pieces and step.drawing)
         for piece in step.pieces:
             assert piece.store < piece.end <= piece.store + CHUNK
         for running, count in step.drawing.items():
@@ -86,10 +89,13 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return context[len(prompt) :]
 
 
-@pytest.mark.parametrize(("num_pages", "room"), [(400, 1.0), (24, 1.0), (24, 0.0), (24, 0.3)])
-def test_10000_operations_lose_nothing(num_pages: int, room: float) -> None:
+@pytest.mark.parametrize(
+    ("num_pages", "room", "invariant"),
+    [(400, 1.0, False), (24, 1.0, False), (24, 0.0, False), (24, 0.3, False), (24, 1.0, True)],
+)
+def test_10000_operations_lose_nothing(num_pages: int, room: float, invariant: bool) -> None:
     rng = np.random.default_rng(num_pages)
-    simulation = Simulation(num_pages, 5, room=room)
+    simulation = Simulation(num_pages, 5, room=room, invariant=invariant)
     waiting: deque[Request] = deque()
     for _ in range(10_000 // 4):
         event = rng.random()

@@ -42,7 +42,7 @@ def test_every_visible_row_and_token_meet_once_in_every_kv_head():
         kinds["pages in parts"] += plan.arrays.page_tokens < plan.page_size
 
     check()
-    assert min(kinds.values()) > 12
+    assert min(kinds.values()) > 10
 
 
 @settings(max_examples=250)
@@ -112,6 +112,7 @@ def test_masks_are_by_token_where_readers_differ_within_a_block_or_a_page_is_not
 @given(cases())
 def test_a_tile_streams_only_pages_that_its_rows_read_and_each_once(case):
     """Also through wide streams, which hold the pages that both tiles of a pair read, if those are many enough."""
+    assume(case.options["policy"] != "invariant")  # where requests part, each has what they share in a block of its own
     plan, most = case.plan(query_tokens=1), room(case.forest, case.options["steps"])
     seen = [visible(plan, case, case.forest.extend(np.minimum(most, grown))) for grown in range(most.max() + 1)]
     read = (
@@ -231,7 +232,7 @@ def test_segments_partition_the_streams_and_leave_each_tile_consecutive_partials
     ).tolist()
     owner, blocks_of_heads = {}, [[] for _ in range(plan.heads.num_kv_heads)]
     merged = [[] for _ in range(plan.arrays.num_tiles * plan.heads.num_kv_heads)]
-    for segment in segments:
+    for segment in sorted(segments, key=lambda segment: segment.begin):
         assert segment.begin < segment.end
         for block in range(segment.begin, segment.end):
             assert owner.setdefault(block, segment[:2]) == segment[:2]
@@ -241,7 +242,9 @@ def test_segments_partition_the_streams_and_leave_each_tile_consecutive_partials
         if segment.tile0 == segment.tile1:
             assert plan.arrays.lanes == 1 or segment.partial1 >= plan.arrays.num_partials
     for blocks in blocks_of_heads:
-        assert sorted(blocks) == in_use
+        assert sorted(blocks) == list(range(len(blocks)))
+        # Lanes of a segment have the same number of blocks, of which some may be empty.
+        assert in_use == sorted(blocks) or (case.options["policy"] == "invariant" and set(in_use) <= set(blocks))
 
     assert plan.arrays.merge_ptr.shape == (len(merged) + 1,)
     assert plan.arrays.merge_ptr[0] == 0

@@ -300,7 +300,7 @@ def test_large_streams_are_cut_alike_from_their_last_block_on(blocks, count, wor
 
 @pytest.mark.parametrize("policy", ["best", 0, -1, True, 1.5, None])
 def test_another_policy_raises(policy):
-    with pytest.raises(ValueError, match=r"policy: expected 'aligned', 'paper' or a positive number of slices, got"):
+    with pytest.raises(ValueError, match=r"policy: expected 'aligned', 'paper', 'invariant' or a positive number of s"):
         Work([3], [4], 0, 1, 2).cut(policy)
 
 

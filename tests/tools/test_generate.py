@@ -297,6 +297,30 @@ def test_devices_that_there_are_not_are_refused(
     assert expected in refused(finished.arguments(tmp_path / "out.jsonl", **sizes))
 
 
+@pytest.mark.usefixtures("_no_work")
+def test_requests_are_not_computed_as_if_alone_from_parts(finished: Finished, tmp_path: Path) -> None:
+    wrong = [*finished.arguments(tmp_path / "out.jsonl", context_parallel=2), "--invariant"]
+    assert "--invariant: expected no --context-parallel, which adds up parts, got 2" in refused(wrong)
+    other = [*finished.arguments(finished.copy(tmp_path)), "--invariant"]
+    assert refused(other).splitlines()[1:] == ["  invariant: False, now True"]
+
+
+@pytest.mark.usefixtures("_leaves_by_exception")
+def test_requests_are_computed_as_if_alone_on_demand(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spy(*_: Any, **options: Any) -> None:
+        asked.append(options["invariant"])
+        raise KeyboardInterrupt
+
+    asked: list[bool] = []
+    monkeypatch.setattr(generate, "Engine", spy)
+    for number, option in enumerate(([], ["--invariant"])):
+        with pytest.raises(SystemExit):
+            generate.main([*finished.arguments(tmp_path / f"{number}.jsonl"), *option])
+    assert asked == [False, True]
+
+
 # --- Interruptions ----------------------------------------------------------------------------------------------
 
 
