@@ -4,6 +4,7 @@ from codec_jax.forest.draft_trees import DraftTrees
 from codec_jax.forest.forest import Forest
 from codec_jax.forest.kv_pages import ONE_BYTE, KVPages, Quantisation, finite
 from codec_jax.forest.latent_pages import LatentPages, Pages
+from codec_jax.forest.page_copies import PageCopies
 from codec_jax.forest.page_subset import PageSubset
 from codec_jax.forest.pages import PagePool
 from codec_jax.forest.prefix_cache import PrefixCache
@@ -22,6 +23,7 @@ __all__ = [
     "KVPages",
     "LatentPages",
     "Match",
+    "PageCopies",
     "PagePool",
     "PageSubset",
     "Pages",
