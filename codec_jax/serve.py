@@ -349,6 +349,7 @@ _STATS = (
     ("waiting", "waiting", "gauge", "Requests that wait for room"),
     ("free_pages", "free_pages", "gauge", "KV pages that hold nothing"),
     ("cached_pages", "cached_pages", "gauge", "KV pages that no running request reads"),
+    ("reconstructed_pages", "reconstructed_pages", "gauge", "Pages of latents with K and V beside them"),
 )
 
 

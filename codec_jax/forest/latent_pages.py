@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,13 @@ from codec_jax.forest.token_slots import both_in_bounds, copied, in_bounds, stor
 class LatentPages:
     """One latent vector and one rotated key per token, in the place of K and V of every head; all entries finite.
 
-    All heads share what a token has: there is one array, whose numbers are keys, and the first L of them values. Like
-    `KVPages` it is immutable.
+    All heads share what a token has: there is one array, whose numbers are keys, and the first L of them values. Beside
+    it there may be K and V of every head for some of the pages (`PageCopies` knows which). Like `KVPages` it is
+    immutable.
     """
 
     latent: Float[Array, "num_pages page_size 1 L+rope"]
+    reconstructed: KVPages | None = None  # of other pages, fewer of them
 
     @property
     def key(self) -> Float[Array, "num_pages page_size 1 L+rope"]:
@@ -77,7 +79,7 @@ class LatentPages:
         48.0
         """
         rows = finite(jnp.asarray(rows), self.latent.dtype)
-        return LatentPages(stored("rows", self.latent, in_bounds("slots", slots), rows))
+        return replace(self, latent=stored("rows", self.latent, in_bounds("slots", slots), rows))
 
     def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> LatentPages:
         """Copy from token slots to token slots, all read before any is written. Jittable.
@@ -92,7 +94,7 @@ class LatentPages:
         >>> pages = LatentPages.zeros(num_pages=4, page_size=16, size=48)
         >>> pages = pages.move(np.array([[33, 34]]), np.array([[17, 18]]))
         """
-        return LatentPages(copied(self.latent, *both_in_bounds(source, target)))
+        return replace(self, latent=copied(self.latent, *both_in_bounds(source, target)))
 
 
 #: Of one layer of a decoder.

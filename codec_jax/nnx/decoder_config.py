@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
@@ -217,6 +217,13 @@ class DecoderConfig:
         return arrays * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
     @property
+    def reconstructed_token_bytes(self) -> int:
+        """Bytes of K and V of every head of one token, in all layers, where they are kept beside its latents."""
+        assert self.latent is not None
+        head = self.latent.query_dim + self.latent.value_dim
+        return self.num_layers * self.num_q_heads * head * self.cache_dtype.itemsize
+
+    @property
     def query_key_value_sizes(self) -> tuple[int, int, int]:
         """Columns of queries, keys and values, in this order, in the product that computes all three."""
         kv = self.num_kv_heads * self.head_dim
@@ -278,18 +285,27 @@ class DecoderConfig:
             return None
         return None if (layer + 1) % mixture.every else mixture
 
-    def new_cache(self, num_pages: int, page_size: int) -> tuple[Pages, ...]:
+    def new_cache(self, num_pages: int, page_size: int, reconstructed_pages: int = 0) -> tuple[Pages, ...]:
         """Return empty KV pages for every layer, or latent pages.
 
         Args:
           num_pages: pages of each layer.
           page_size: tokens in a page.
+          reconstructed_pages: pages of K and V of every head beside those of latents.
         """
-        return tuple(self._new_pages(num_pages, page_size, layer) for layer in range(self.num_layers))
+        sizes = num_pages, page_size, reconstructed_pages
+        return tuple(self._new_pages(*sizes, layer) for layer in range(self.num_layers))
 
-    def _new_pages(self, num_pages: int, page_size: int, layer: int) -> Pages:
+    def _new_pages(self, num_pages: int, page_size: int, reconstructed_pages: int, layer: int) -> Pages:
         if self.latent is not None:
-            return LatentPages.zeros(num_pages, page_size, self.latent.page_dim, self.cache_dtype)
+            pages = LatentPages.zeros(num_pages, page_size, self.latent.page_dim, self.cache_dtype)
+            if not reconstructed_pages:
+                return pages
+            key, value = (
+                jnp.zeros((reconstructed_pages, page_size, self.num_q_heads, size), self.cache_dtype)
+                for size in (self.latent.query_dim, self.latent.value_dim)
+            )
+            return replace(pages, reconstructed=KVPages(key, value))
         scales = None if self.kv_scales is None else Quantisation.of(self.num_kv_heads, *self.kv_scales[layer])
         return KVPages.zeros(
             num_pages, page_size, self.num_kv_heads, self.head_dim, self.cache_dtype, quantisation=scales

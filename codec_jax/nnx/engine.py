@@ -27,6 +27,7 @@ from codec_jax.nnx import calls
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.device import Device
 from codec_jax.nnx.engine_step import Outcome
+from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.landing import begin, failing_alone, fetch, finish, take_scores, take_tokens, tell
 from codec_jax.nnx.memory import pages_that_fit
 from codec_jax.nnx.parallel import Parallel
@@ -85,6 +86,7 @@ class Engine:
         prefill_tokens: int = 2048,
         steps: int = 8,
         room: float = 1.0,
+        reconstructed_pages: int | None = None,
         tokenizer: Tokenizer | None = None,
         implementation: str | None = None,
     ) -> None:
@@ -104,6 +106,9 @@ class Engine:
           room: the share of `max_tokens` for which there must be pages before a request enters. With 1, all that are
             inside can finish. With less, more are inside at a time, and one may have to give way, to be computed
             again later.
+          reconstructed_pages: with latent attention, pages of each layer for K and V of every head, which are kept
+            beside the latents of prefixes that many requests share. Defaults to a quarter of the memory of `num_pages`
+            on a GPU by whose rates `max_requests` can be enough to be worth it, and to none elsewhere.
           tokenizer: for prompts given as text, the text of updates, and stop strings.
           implementation: of `forest_attention`.
 
@@ -114,8 +119,11 @@ class Engine:
             raise ValueError(f"room: expected a share in [0, 1], got {room}")
         placed = PlacedDecoder.of(model, mesh)
         config, parallel = placed.config, Parallel.of(placed.mesh)
-        num_pages = pages_that_fit(config, page_size, mesh=placed.mesh) if num_pages is None else num_pages
         rows = checks.integer("max_requests", max_requests)
+        if num_pages is None:
+            sharing = rows if reconstructed_pages is None else 1
+            num_pages = pages_that_fit(config, page_size, mesh=placed.mesh, max_requests=sharing)
+        reconstructed = pages_to_keep(config, parallel, rows, num_pages, reconstructed_pages)
         cache = PrefixCache.create(num_pages, page_size, rows, devices=parallel.context)
         self.config, self.tokenizer = config, tokenizer
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
@@ -124,7 +132,14 @@ class Engine:
         chunks = max(checks.integer("prefill_tokens", prefill_tokens) // width, 1)
         sizes = {"steps": checks.integer("steps", steps), "chunks": chunks, "chunk_tokens": width}
         self._scheduler = Scheduler(cache, room=room, **sizes)
-        self._device = Device(placed, cache=cache, max_context=self.max_context, implementation=implementation, **sizes)
+        self._device = Device(
+            placed,
+            cache=cache,
+            max_context=self.max_context,
+            reconstructed_pages=reconstructed,
+            implementation=implementation,
+            **sizes,
+        )
         self._ids = numbers()
         self._flight: _Flight | None = None
         self._news: list[Request] = []  # that no step has told of yet
@@ -192,7 +207,8 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """What was done so far, and what there is now."""
-        return count(self._scheduler, self._submitted, self._steps, self._generated)
+        reconstructed = self._device.copies.count
+        return count(self._scheduler, self._submitted, self._steps, self._generated, reconstructed)
 
     def step(self) -> list[Request]:
         """Dispatch the next step, and take in the one before: return the requests of which something is new.
