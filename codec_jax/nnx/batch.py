@@ -112,16 +112,16 @@ def _partial(
     pages: Pages,
 ) -> Partial:
     """Attend in the batches that have a plan; rows of the others see none of these pages."""
-    quantisation = pages.quantisation
+    quantisation = pages.quantisation if isinstance(pages, KVPages) else None
     key_scale, value_scale = (None, None) if quantisation is None else quantisation[:2]
-    partials = []
+    keys, partials = pages.key if isinstance(pages, KVPages) else pages, []
     for part, batch, plan in zip(parted(query, batches), batches, plans, strict=True):
         if plan is None:
             assert pages.value is not None
             partials.append(Partial.empty(part.shape[:3], pages.value.shape[3]))
             continue
         out, residuals = forest_attention(
-            part, pages.key, pages.value, batch.forest, plan.local(),
+            part, keys, pages.value, batch.forest, plan.local(),
             drafts=batch.drafts, scale=scoring.scale, softcap=scoring.softcap, key_scale=key_scale,
             value_scale=value_scale, implementation=implementation, return_residuals=True,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from codec_jax import checks
 from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
+from codec_jax.forest.latent_pages import SCALED_TOGETHER
 from codec_jax.nnx.rope import RopeScaling
 from pallas_kernels import Window
 
@@ -202,8 +203,13 @@ class DecoderConfig:
         given = [name for name in ("qk_norm", "qkv_bias", "out_bias", "sinks") if getattr(self, name)]
         if given:
             raise ValueError(f"latent: expected no {' and no '.join(given)} with latent attention; set them to False")
-        if self.cache_dtype.itemsize == 1:
-            raise ValueError(f"kv_dtype: expected no {self.cache_dtype} for latents; leave kv_dtype out")
+        if self.kv_scales is not None:
+            raise ValueError("kv_scales: expected None with latent attention, whose pages have scales by token")
+        if self.cache_dtype.itemsize == 1 and latent.size % SCALED_TOGETHER:
+            raise ValueError(
+                f"kv_dtype: expected no {self.cache_dtype} for latents of {latent.size} numbers, for each "
+                f"{SCALED_TOGETHER} have a scale; leave kv_dtype out"
+            )
 
     @property
     def cache_dtype(self) -> jnp.dtype:
@@ -213,6 +219,10 @@ class DecoderConfig:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of one token in the KV cache of all layers."""
+        if self.latent is not None and self.cache_dtype.itemsize == 1:
+            # Latents, their scales in float32, rotated keys in bfloat16.
+            scales = self.latent.size // SCALED_TOGETHER
+            return self.num_layers * (self.latent.size + 4 * scales + 2 * self.latent.rope_dim)
         arrays = 2 if self.latent is None else 1
         return arrays * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
@@ -221,7 +231,12 @@ class DecoderConfig:
         """Bytes of K and V of every head of one token, in all layers, where they are kept beside its latents."""
         assert self.latent is not None
         head = self.latent.query_dim + self.latent.value_dim
-        return self.num_layers * self.num_q_heads * head * self.cache_dtype.itemsize
+        return self.num_layers * self.num_q_heads * head * self.reconstructed_dtype.itemsize
+
+    @property
+    def reconstructed_dtype(self) -> jnp.dtype:
+        """The dtype of K and V that are kept beside latents."""
+        return self.cache_dtype if self.cache_dtype.itemsize > 1 else jnp.dtype(self.dtype)
 
     @property
     def query_key_value_sizes(self) -> tuple[int, int, int]:
@@ -298,11 +313,12 @@ class DecoderConfig:
 
     def _new_pages(self, num_pages: int, page_size: int, reconstructed_pages: int, layer: int) -> Pages:
         if self.latent is not None:
-            pages = LatentPages.zeros(num_pages, page_size, self.latent.page_dim, self.cache_dtype)
+            sizes = num_pages, page_size, self.latent.page_dim
+            pages = LatentPages.zeros(*sizes, self.cache_dtype, rope=self.latent.rope_dim)
             if not reconstructed_pages:
                 return pages
             key, value = (
-                jnp.zeros((reconstructed_pages, page_size, self.num_q_heads, size), self.cache_dtype)
+                jnp.zeros((reconstructed_pages, page_size, self.num_q_heads, size), self.reconstructed_dtype)
                 for size in (self.latent.query_dim, self.latent.value_dim)
             )
             return replace(pages, reconstructed=KVPages(key, value))

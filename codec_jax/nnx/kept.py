@@ -35,7 +35,7 @@ def forms_of(config: DecoderConfig, parallel: Parallel) -> Forms:
     assert latent is not None
     num_q_heads, _ = parallel.heads(config.num_q_heads, config.num_kv_heads)
     heads = latent.rope_dim, latent.nope_dim, latent.value_dim
-    return Forms(num_q_heads, latent.size, *heads, config.cache_dtype.itemsize)
+    return Forms(num_q_heads, latent.size, *heads, config.reconstructed_dtype.itemsize)
 
 
 def pays(config: DecoderConfig, parallel: Parallel, max_requests: int) -> bool:

@@ -131,8 +131,9 @@ class MultiHeadLatentAttention(nnx.Module):
           places: the page of `pages.reconstructed` for each; what is out of bounds is dropped.
         """
         assert pages.reconstructed is not None
-        new = reconstruct(pages.latent[page_ids], self.up_key[...], self.up_value[...])
-        kept = jax.tree.map(lambda x, rows: x.at[places].set(rows, mode="drop"), pages.reconstructed, new)
+        kept = pages.reconstructed
+        new = reconstruct(pages.rows(page_ids).astype(kept.key.dtype), self.up_key[...], self.up_value[...])
+        kept = jax.tree.map(lambda x, rows: x.at[places].set(rows, mode="drop"), kept, new)
         return replace(pages, reconstructed=kept)
 
     def _scoring(self) -> Scoring:

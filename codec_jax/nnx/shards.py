@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
+from codec_jax.forest import KVPages, LatentPages, LatentQuantisation, Pages, Quantisation
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
@@ -297,7 +297,10 @@ def _cache_specs(config: DecoderConfig, parallel: Parallel) -> tuple[Any, ...]:
     if config.cache_dtype.itemsize == 1:
         of_heads: Any = PartitionSpec(tensor)
         of_devices: Any = PartitionSpec(parallel.axes)
-        pages = KVPages(pages, pages, Quantisation(of_heads, of_heads, of_devices))
+        if config.latent is None:
+            pages = KVPages(pages, pages, Quantisation(of_heads, of_heads, of_devices))
+        else:
+            pages = LatentPages(pages, pages, LatentQuantisation(pages, pages, of_devices))
     return (pages,) * config.num_layers
 
 

@@ -37,6 +37,10 @@ from codec_jax.planning import default_tiling, planner
 from codec_jax.rollout import Policy
 from pallas_kernels import HOPPER, HOPPER_LATENT, Family
 
+IN_FLOAT8 = replace(
+    CONFIG, num_layers=1, mixture=None, latent=replace(LATENT, size=128), head_dim=136, kv_dtype=jnp.float8_e4m3fn
+)
+
 
 @pytest.fixture(scope="module")
 def dense() -> Dense:
@@ -132,11 +136,27 @@ def test_bfloat16_is_close_to_float32() -> None:
         assert np.abs(got - want).mean() < 0.03 * want.std()
 
 
+def test_latents_in_float8_on_devices_that_divide_the_pages_are_close_to_float32() -> None:
+    graph, weights = nnx.split(sharp(replace(IN_FLOAT8, kv_dtype=None)))
+    exact = nnx.merge(graph, jax.tree.map(lambda x: 0.3 * x, weights))
+    low = nnx.merge(nnx.graphdef(sharp(IN_FLOAT8)), nnx.state(exact))
+    want = np.stack([Dense(exact).logits(prompt) for prompt in PROMPTS[:2]])
+    sampler = Sampler(low, mesh=mesh_of(2, 1), max_requests=2, num_pages=32, page_size=8, max_context=CONTEXT)
+    state = sampler.start(PROMPTS[:2])
+    assert state.cache[0].latent.dtype == jnp.float8_e4m3fn
+    assert state.cache[0].quantisation.saturated.tolist() == [0, 0]
+    assert 0 < np.abs(state.logits - want).mean() < 0.03 * want.std()
+
+
 def test_a_token_takes_one_latent_and_one_rotated_key_a_layer() -> None:
-    cache = CONFIG.new_cache(6, 8)
-    assert sum(array.nbytes for array in jax.tree.leaves(cache)) == 6 * 8 * CONFIG.kv_token_bytes
     assert CONFIG.kv_token_bytes == 2 * (136 + 8) * 4
-    assert pages_that_fit(CONFIG, 8, gib=1.0) == 2**30 // (8 * CONFIG.kv_token_bytes)
+    assert IN_FLOAT8.kv_token_bytes == 128 + 4 + 2 * 8
+    for config in (CONFIG, IN_FLOAT8):
+        arrays = [array.nbytes for array in jax.tree.leaves(config.new_cache(6, 8)) if array.ndim > 1]
+        assert sum(arrays) == 6 * 8 * config.kv_token_bytes
+        both = [array.nbytes for array in jax.tree.leaves(config.new_cache(6, 8, 2)) if array.ndim > 1]
+        assert sum(both) - sum(arrays) == 2 * 8 * config.reconstructed_token_bytes
+        assert pages_that_fit(config, 8, gib=1.0) == 2**30 // (8 * config.kv_token_bytes)
 
 
 def test_random_weights_have_the_dtypes_of_their_parameters() -> None:
@@ -327,7 +347,14 @@ def test_weights_in_float8_are_what_their_scales_make_of_them(tmp_path: Path) ->
             r"^latent: expected num_kv_heads = 1 and head_dim = 144, .* got 1 and 16",
         ),
         (lambda: replace(CONFIG, qk_norm=True, sinks=True), r"^latent: expected no qk_norm and no sinks with latent"),
-        (lambda: replace(CONFIG, kv_dtype=jnp.float8_e4m3fn), r"^kv_dtype: expected no float8_e4m3fn for latents; lea"),
+        (
+            lambda: replace(CONFIG, kv_dtype=jnp.float8_e4m3fn),
+            r"^kv_dtype: expected no float8_e4m3fn for latents of 136",
+        ),
+        (
+            lambda: replace(IN_FLOAT8, kv_scales=((1.0, 1.0),)),
+            r"^kv_scales: expected None with latent attention, whose pages have scales by token",
+        ),
         (lambda: replace(LATENT, size=0), r"^size: expected an integer of at least 1, got 0"),
         (lambda: replace(LATENT, query_size=0), r"^query_size: expected an integer of at least 1, got 0"),
         (lambda: replace(LATENT, rope_dim=7), r"^rope_dim: expected an even number for rotary positions, got 7"),
