@@ -125,7 +125,8 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     kv_dtype = KV_DTYPES.get(arguments.kv_dtype)
     models = [checkpoint.load(arguments.dtype, kv_dtype=kv_dtype, mesh=mesh, progress=True) for mesh in groups]
     config = models[0].config
-    num_pages = min(pages_that_fit(config, PAGE_SIZE, gib=arguments.kv_cache_gib, mesh=mesh) for mesh in groups)
+    memory = {"gib": arguments.kv_cache_gib, "max_requests": arguments.max_requests}
+    num_pages = min(pages_that_fit(config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
     engine = replicated(
         [
             Engine(
