@@ -14,6 +14,7 @@ from flax import nnx
 from latent_cases import CONFIG, mesh_of, sharp
 
 from codec_jax import Window
+from codec_jax.latent import reconstruct
 from codec_jax.nnx import Decoder, DecoderConfig, Engine, Latent, Sampler, device, sampler
 from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.memory import pages_that_fit
@@ -131,6 +132,21 @@ def test_devices_that_divide_heads_keep_k_and_v_of_theirs_with_windows_and_softc
         assert [shard.data.shape for shard in kept.value.addressable_shards] == [(7, PAGE_SIZE, 2, 10)] * 2
     for request, text in numbered(PROMPTS).items():
         assert generated.tokens[request] == dense.greedy(text, 10)
+
+
+def test_k_and_v_of_latents_in_float8_are_those_of_the_numbers_that_they_hold() -> None:
+    config = replace(SMALL, latent=replace(SMALL.latent, size=128), head_dim=136, kv_dtype=jnp.float8_e4m3fn)
+    attention, [pages] = sharp(config).blocks[0].attention, config.new_cache(6, PAGE_SIZE, 2)
+    slots = 3 * PAGE_SIZE + np.arange(PAGE_SIZE)[None]
+    pages = pages.write(slots, np.random.default_rng(0).normal(size=(1, PAGE_SIZE, 1, 136)))
+    ids, places = np.array([3, 0]), np.array([1, 2])  # the second one is out of bounds
+    kept = jax.jit(lambda pages: attention.reconstruct(pages, ids, places))(pages).reconstructed
+    want = reconstruct(pages.rows(ids[:1]), attention.up_key[...], attention.up_value[...])
+    assert np.abs(want.key).max() > 1
+    for got, exact in ((kept.key, want.key), (kept.value, want.value)):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got[1], exact[0], rtol=1e-6, atol=1e-6)
+        assert not got[0].any()
 
 
 def test_pages_are_kept_by_default_where_rates_say_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
