@@ -120,8 +120,7 @@ class Sampler:
         self.config = placed.config
         parallel = Parallel.of(placed.mesh)
         self._empty = PagePool.create(num_pages, devices=parallel.context)
-        given = reconstructed_pages
-        self._reconstructed = pages_to_keep(placed.config, parallel, self.max_requests, num_pages, given)
+        self._reconstructed = pages_to_keep(placed.config, parallel, self.max_requests, num_pages, reconstructed_pages)
         self._intervals = Intervals(placed.config, steps, num_pages, page_size, parallel, self._reconstructed)
         self._weights_taken = 0
         self._new_engine = partial(
