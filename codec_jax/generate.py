@@ -320,10 +320,9 @@ def _num_pages(
     """
     parameters = sum(math.prod(parameter.shape) for parameter in parameter_shapes(model.config).values())
     weights = parameters * jnp.dtype(arguments.dtype).itemsize
-    room = min(
-        pages_that_fit(model.config, PAGE_SIZE, gib=arguments.kv_cache_gib, weights_to_come=weights, mesh=mesh)
-        for mesh in groups
-    )
+    sharing = 1 if arguments.invariant else arguments.max_requests
+    memory = {"gib": arguments.kv_cache_gib, "weights_to_come": weights, "max_requests": sharing}
+    room = min(pages_that_fit(model.config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
     alone = [-(-(len(prompt) + arguments.max_new_tokens - 1) // PAGE_SIZE) for prompt in prompts]
     need = [f"line {line}: needs {pages} pages" for line, pages in enumerate(alone, 1) if pages > room]
     if need:

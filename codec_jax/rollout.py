@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.forest import Pages
+from codec_jax.forest import LatentPages, Pages
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.batch import Scoring
 from codec_jax.nnx.decoder import Decoder
@@ -120,8 +120,10 @@ class Policy(Decoder):
         slots = row[:, None] * given.pages[0].key.shape[1] + given.length + token[None]
 
         def attend(query: Array, pages: Pages, scoring: Scoring) -> Array:
-            key = pages.key.astype(query.dtype)
-            value = key if pages.value is None else pages.value.astype(query.dtype)
+            if isinstance(pages, LatentPages):
+                key = value = pages.rows(slice(None)).astype(query.dtype)
+            else:
+                key, value = pages.key.astype(query.dtype), pages.value.astype(query.dtype)
             return dense_attention(query, key, value, positions, scoring, attention_mask)
 
         x, written = self.embed(tokens), []

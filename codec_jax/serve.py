@@ -126,7 +126,8 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     kv_dtype = KV_DTYPES.get(arguments.kv_dtype)
     models = [checkpoint.load(arguments.dtype, kv_dtype=kv_dtype, mesh=mesh, progress=True) for mesh in groups]
     config = models[0].config
-    num_pages = min(pages_that_fit(config, PAGE_SIZE, gib=arguments.kv_cache_gib, mesh=mesh) for mesh in groups)
+    memory = {"gib": arguments.kv_cache_gib, "max_requests": 1 if arguments.invariant else arguments.max_requests}
+    num_pages = min(pages_that_fit(config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
     engine = replicated(
         [
             Engine(
@@ -351,6 +352,7 @@ _STATS = (
     ("waiting", "waiting", "gauge", "Requests that wait for room"),
     ("free_pages", "free_pages", "gauge", "KV pages that hold nothing"),
     ("cached_pages", "cached_pages", "gauge", "KV pages that no running request reads"),
+    ("reconstructed_pages", "reconstructed_pages", "gauge", "Pages of latents with K and V beside them"),
 )
 
 

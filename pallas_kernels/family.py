@@ -54,6 +54,9 @@ class Call(NamedTuple):
     readers_of_tokens: Int[jax.Array, "blocks S"] | None = None
     # The position of each token; None where it follows from its place in the node, or there is no window.
     positions_of_tokens: Int[jax.Array, "blocks S"] | None = None
+    # Of latents of one byte a number: a scale for each 128, and the rotated keys, which `key_pages` do not have then.
+    latent_scale: Float[jax.Array, "num_pages page_tokens 1 parts"] | None = None
+    rotated_keys: Float[jax.Array, "num_pages page_tokens 1 rope"] | None = None
 
 
 class Family(NamedTuple):

@@ -18,7 +18,7 @@ from codec_jax.attention.draft_mask import positions_of_tokens, readers_of_token
 from codec_jax.attention.on_mesh import attend_on_mesh, check_divided, check_on_mesh
 from codec_jax.attention.pac_por import add_sinks
 from codec_jax.errors import PlanError
-from codec_jax.forest import ONE_BYTE, DraftTrees, Forest
+from codec_jax.forest import ONE_BYTE, DraftTrees, Forest, LatentPages
 from codec_jax.mesh import TENSOR, axis_size
 from codec_jax.planning import Plan, arrays_of
 from pallas_kernels import Call, Heads, Scores
@@ -29,7 +29,7 @@ Residuals = tuple[Float[Array, "B T N"], Float[Array, "B T N"]]
 @overload
 def forest_attention(
     query: Float[Array, "B T N H"],
-    key_pages: Float[Array, "num_pages page_size K H"],
+    key_pages: Float[Array, "num_pages page_size K H"] | LatentPages,
     value_pages: Float[Array, "num_pages page_size K V"] | None,
     forest: Forest,
     plan: Plan,
@@ -49,7 +49,7 @@ def forest_attention(
 @overload
 def forest_attention(
     query: Float[Array, "B T N H"],
-    key_pages: Float[Array, "num_pages page_size K H"],
+    key_pages: Float[Array, "num_pages page_size K H"] | LatentPages,
     value_pages: Float[Array, "num_pages page_size K V"] | None,
     forest: Forest,
     plan: Plan,
@@ -68,7 +68,7 @@ def forest_attention(
 
 def forest_attention(
     query: Float[Array, "B T N H"],
-    key_pages: Float[Array, "num_pages page_size K H"],
+    key_pages: Float[Array, "num_pages page_size K H"] | LatentPages,
     value_pages: Float[Array, "num_pages page_size K V"] | None,
     forest: Forest,
     plan: Plan,
@@ -89,7 +89,7 @@ def forest_attention(
       query: [B, T, N, H] in the caller's request order, B = forest.request_capacity; float32, bfloat16 or float16.
         The T tokens are the last T of each request's context (their K and V are in the pages already) and see each
         other causally, or as `drafts` says.
-      key_pages: [num_pages, page_size, K, H], N a multiple of K.
+      key_pages: [num_pages, page_size, K, H], N a multiple of K; or `LatentPages`, which may have one byte a number.
       value_pages: [num_pages, page_size, K, V]; every value finite, also where nobody reads (`KVPages` sees to that).
         None where the values are the first V numbers of the keys, as in latent attention; V is the plan's
         value_head_dim.
@@ -133,17 +133,21 @@ def forest_attention(
 
     Source: CoDec, section 4 (doi 10.1145/3802028).
     """
+    if isinstance(key_pages, LatentPages):
+        keys, quantisation = key_pages.latent, key_pages.quantisation
+    else:
+        keys, quantisation = key_pages, None
     optional = {"value_pages": value_pages, "sinks": sinks}
-    given: tuple[Any, ...] = checks.array("query", query), checks.array("key_pages", key_pages)
+    given: tuple[Any, ...] = checks.array("query", query), checks.array("key_pages", keys)
     given += tuple(None if x is None else checks.array(name, x) for name, x in optional.items())
     traced = any(isinstance(x, jax.core.Tracer) for x in given)
-    query, key_pages, value_pages, sinks = _without_derivative(*given) if traced else given
+    query, keys, value_pages, sinks = _without_derivative(*given) if traced else given
     if sinks is not None:
         _check_sinks(sinks, query)
-    dtype, is_one_byte = query.dtype, key_pages.dtype.itemsize == 1
+    dtype, is_one_byte = query.dtype, keys.dtype.itemsize == 1
     for name, factor in (("key_scale", key_scale), ("value_scale", value_scale)):
         if factor is not None:
-            _check_scale(name, factor, key_pages)
+            _check_scale(name, factor, keys, of_latents=quantisation is not None)
     if is_one_byte:
         # Scales are factors of queries and outputs, which are float32 here: nothing is rounded twice.
         query = _scaled(query.astype(jnp.float32), key_scale)
@@ -151,17 +155,20 @@ def forest_attention(
     if softcap is not None and checks.number("softcap", softcap) <= 0:
         raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
     if mesh is not None:
-        check_on_mesh(mesh, query, key_pages, plan)
+        if quantisation is not None:
+            raise ValueError("mesh: expected None for latents of one byte a number; call it inside of jax.shard_map")
+        check_on_mesh(mesh, query, keys, plan)
         # Forest, plan and drafts may still be on the host here; in the program of the devices they are not.
-        _check(query, key_pages, value_pages, forest, plan, drafts, axis_size(mesh, TENSOR))
+        _check(query, keys, value_pages, forest, plan, drafts, axis_size(mesh, TENSOR))
         check_name(implementation)
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
-        arrays = (query, key_pages, value_pages, forest, plan, drafts, sinks)
+        arrays = (query, keys, value_pages, forest, plan, drafts, sinks)
         out, residuals = attend_on_mesh(mesh, forest_attention, *arrays, **options)
         out = _scaled(out, value_scale).astype(dtype) if is_one_byte else out
         return (out, residuals) if return_residuals else out
-    query = check_divided(query, key_pages, value_pages, plan, is_partial=return_residuals, has_sinks=sinks is not None)
-    heads = _check(query, key_pages, value_pages, forest, plan, drafts)
+    query = check_divided(query, keys, value_pages, plan, is_partial=return_residuals, has_sinks=sinks is not None)
+    rope = 0 if quantisation is None else quantisation.rotated.shape[3]
+    heads = _check(query, keys, value_pages, forest, plan, drafts, rope=rope)
     scores = Scores(1.0 / math.sqrt(heads.head_dim) if scale is None else scale, softcap)
     backend = choose(implementation, heads, scores, plan.arrays)
     forest, plan, drafts = jax.tree.map(jnp.asarray, (forest, plan, drafts))
@@ -175,12 +182,14 @@ def forest_attention(
         structure_hash = jnp.where(drafts.fit(forest).all(), guard.structure_hash, ~forest.structure_hash)
         guard = replace(guard, structure_hash=structure_hash)
     # Long pages are seen as several short ones.
-    key_pages, value_pages = jax.tree.map(
-        lambda pages: pages.reshape(-1, plan.arrays.page_tokens, *pages.shape[2:]), (key_pages, value_pages)
+    beside = (None, None) if quantisation is None else quantisation[:2]
+    keys, value_pages, *beside = jax.tree.map(
+        lambda pages: pages.reshape(-1, plan.arrays.page_tokens, *pages.shape[2:]), (keys, value_pages, *beside)
     )
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
-    out, row_max, row_sum = backend.attend(Call(query, key_pages, value_pages, position, first, *planned), scores)
+    call = Call(query, keys, value_pages, position, first, *planned, *beside)
+    out, row_max, row_sum = backend.attend(call, scores)
     residuals = row_max, row_sum
     if sinks is not None:
         out, residuals = add_sinks(out, residuals, sinks)
@@ -209,8 +218,10 @@ def _check_sinks(sinks: Array, query: Array) -> None:
     checks.float_dtype("sinks", sinks.dtype)
 
 
-def _check_scale(name: str, scale: Array, key_pages: Array) -> None:
+def _check_scale(name: str, scale: Array, key_pages: Array, *, of_latents: bool) -> None:
     """Raise ValueError unless a scale is a number for each kv head, of pages that have scales."""
+    if of_latents:
+        raise ValueError(f"{name}: expected None for `LatentPages`, which have their scales with them")
     checks.shape("key_pages", key_pages, num_pages=None, page_size=None, K=None, H=None)
     if key_pages.dtype.itemsize > 1:
         raise ValueError(f"{name}: expected None for pages of {key_pages.dtype}; scales are for one byte a number")
@@ -234,15 +245,17 @@ def _check(
     plan: Plan,
     drafts: DraftTrees | None,
     tensor: int = 1,
+    rope: int = 0,
 ) -> Heads:
     """Describe the heads. Raises ValueError or PlanError for arguments that do not fit, as far as the host can see.
 
-    The plan is for the heads of one of `tensor` devices that divide them.
+    The plan is for the heads of one of `tensor` devices that divide them. So many numbers of keys have other pages.
     """
     checks.instance("forest", forest, Forest)
     checks.instance("plan", plan, Plan)
     checks.shape("query", query, B=forest.request_capacity, T=None, N=None, H=None)
-    pages = checks.shape("key_pages", key_pages, num_pages=None, page_size=forest.page_size, K=None, H=query.shape[3])
+    sizes = {"num_pages": None, "page_size": forest.page_size, "K": None, "H": query.shape[3] - rope}
+    pages = checks.shape("key_pages", key_pages, **sizes)
     checks.float_dtype("query", query.dtype)
     checks.float_dtype("key_pages", key_pages.dtype, *ONE_BYTE)
     got = (query.shape[1], query.shape[2] // tensor, key_pages.shape[2] // tensor, query.shape[3])

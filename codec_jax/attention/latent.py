@@ -26,7 +26,7 @@ from codec_jax import checks
 from codec_jax.attention.call import forest_attention
 from codec_jax.attention.pac_por import Partial, por
 from codec_jax.errors import PlanError
-from codec_jax.forest import Forest, KVPages, finite
+from codec_jax.forest import Forest, KVPages, LatentPages, finite
 from codec_jax.planning import Plan
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -52,7 +52,7 @@ class Reconstructed:
 def latent_attention(
     query_nope: Float[Array, "B T N nope"],
     query_rope: Float[Array, "B T N rope"],
-    latent_pages: Float[Array, "num_pages page_size 1 L+rope"],
+    latent_pages: Float[Array, "num_pages page_size 1 L+rope"] | LatentPages,
     up_key: Float[Array, "L N nope"],
     up_value: Float[Array, "L N V"],
     forest: Forest,
@@ -68,7 +68,7 @@ def latent_attention(
       query_nope: [B, T, N, nope], the part of the query that has no position; B and T as in `forest_attention`.
       query_rope: [B, T, N, rope], the part that is rotated, after rotation.
       latent_pages: [num_pages, page_size, 1, L + rope]: each token's latent, after its normalisation, then its rotated
-        key. Every value finite.
+        key. Every value finite. Or `LatentPages`, which may have one byte a number.
       up_key: [L, N, nope], from latents to keys.
       up_value: [L, N, V], from latents to values.
       forest: as in `forest_attention`.
@@ -93,8 +93,9 @@ def latent_attention(
     >>> jax.jit(latent.latent_attention)(query_nope, query_rope, pages, up_key, up_value, forest, plan).shape
     (2, 1, 8, 20)
     """
-    latent, num_heads, nope = _check_weights(latent_pages, up_key, up_value)
-    rope = latent_pages.shape[3] - latent
+    held = latent_pages if isinstance(latent_pages, LatentPages) else LatentPages(latent_pages)
+    latent, num_heads, nope = _check_weights(held, up_key, up_value)
+    rope = held.size - latent
     axes = checks.shape("query_nope", query_nope, B=None, T=None, N=num_heads, H=nope)
     checks.shape("query_rope", query_rope, **axes | {"H": rope})
     checks.float_dtype("query_nope", query_nope.dtype)
@@ -150,7 +151,8 @@ def reconstruct(
     query_nope and query_rope side by side, and a plan for num_kv_heads=N, head_dim=nope + rope and value_head_dim=V.
 
     Args:
-      latent_pages, up_key, up_value: as in `latent_attention`; of a `PageSubset`, latent_pages[subset.page_ids].
+      latent_pages, up_key, up_value: as in `latent_attention`; of a `PageSubset`, latent_pages[subset.page_ids], and
+        of `LatentPages` what `rows` gives for these.
 
     Raises ValueError for shapes that do not fit.
 
@@ -161,7 +163,7 @@ def reconstruct(
     >>> jax.jit(forest_attention)(query, pages.key, pages.value, forest, plan).shape
     (2, 1, 8, 20)
     """
-    latent, _, _ = _check_weights(latent_pages, up_key, up_value)
+    latent, _, _ = _check_weights(LatentPages(latent_pages), up_key, up_value)
     rope = latent_pages.shape[3] - latent
     latents, rotated = latent_pages[..., 0, :latent], latent_pages[..., latent:]
     key = _product("psl,lnd->psnd", latents, up_key).astype(latent_pages.dtype)
@@ -185,12 +187,12 @@ def _product(equation: str, left: Array, right: Array) -> Array:
     return jnp.einsum(equation, left.astype(jnp.float32), right.astype(jnp.float32), precision=_HIGHEST)
 
 
-def _check_weights(latent_pages: Array, up_key: Array, up_value: Array) -> tuple[int, int, int]:
+def _check_weights(pages: LatentPages, up_key: Array, up_value: Array) -> tuple[int, int, int]:
     """Return L, N and nope. Raises ValueError unless pages and weights fit together."""
     checks.shape("up_key", up_key, L=None, N=None, nope=None)
     latent, num_heads, nope = up_key.shape
     checks.shape("up_value", up_value, L=latent, N=num_heads, V=None)
-    checks.shape("latent_pages", latent_pages, num_pages=None, page_size=None, heads=1, numbers=None)
-    if latent_pages.shape[3] < latent:
-        raise ValueError(f"latent_pages: expected L + rope numbers, L = {latent}, got {latent_pages.shape[3]}")
+    checks.shape("latent_pages", pages.latent, num_pages=None, page_size=None, heads=1, numbers=None)
+    if pages.size < latent or (pages.quantisation is not None and pages.latent.shape[3] != latent):
+        raise ValueError(f"latent_pages: expected L + rope numbers, L = {latent}, got {pages.size}")
     return latent, num_heads, nope

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.attention.pac_por import Partial, pac, por, por_segments
+from codec_jax.forest.latent_pages import meant
 from codec_jax.planning.tiling import any_device
 from pallas_kernels import Call, Family, Heads, Scores, query_rows
 from pallas_kernels.plan_format import Page, PlanArrays, Segment
@@ -65,7 +66,7 @@ def _segments(call: Call, scores: Scores) -> Partial:
         partials = jnp.stack([fields.partial0, fields.partial1][:lanes], axis=1)
         head = fields.head
         pages = Page(*jnp.moveaxis(plan.block_pages[block], -1, 0))  # [C, pages_per_block]
-        keys = call.key_pages[pages.page_id, :, head[:, None]]
+        keys = _keys(call, pages.page_id, head[:, None])  # [C, pages, page_tokens, H]
         values = keys[..., :value_dim]
         if call.value_pages is not None:
             values = call.value_pages[pages.page_id, :, head[:, None]]
@@ -106,6 +107,14 @@ def _segments(call: Call, scores: Scores) -> Partial:
     carry = (first, fields_of(first).begin, *partials)
     carry = jax.tree.map(lambda x: vary_like(x, call), carry)
     return lax.while_loop(lambda carry: (carry[0] < last_segment).any(), step, carry)[3]
+
+
+def _keys(call: Call, page: Int[Array, "C pages"], head: Int[Array, "C 1"]) -> Float[Array, "C pages page_tokens H"]:
+    """Return the keys of pages as they are meant; the factors of whole kv heads are the caller's."""
+    keys = call.key_pages[page, :, head]
+    if call.latent_scale is None or call.rotated_keys is None:
+        return keys
+    return meant(keys, call.latent_scale[page, :, head], call.rotated_keys[page, :, head])
 
 
 def _mask(

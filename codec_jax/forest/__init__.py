@@ -3,7 +3,8 @@
 from codec_jax.forest.draft_trees import DraftTrees
 from codec_jax.forest.forest import Forest
 from codec_jax.forest.kv_pages import ONE_BYTE, KVPages, Quantisation, finite
-from codec_jax.forest.latent_pages import LatentPages, Pages
+from codec_jax.forest.latent_pages import LatentPages, LatentQuantisation, Pages
+from codec_jax.forest.page_copies import PageCopies
 from codec_jax.forest.page_subset import PageSubset
 from codec_jax.forest.pages import PagePool
 from codec_jax.forest.prefix_cache import PrefixCache
@@ -21,7 +22,9 @@ __all__ = [
     "Forest",
     "KVPages",
     "LatentPages",
+    "LatentQuantisation",
     "Match",
+    "PageCopies",
     "PagePool",
     "PageSubset",
     "Pages",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -12,13 +14,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax.attention import forest_attention
-from codec_jax.attention.pac_por import add_sinks
-from codec_jax.forest import NO_SLOT, DraftTrees, Forest, Pages
+from codec_jax.attention.pac_por import Partial, add_sinks, por
+from codec_jax.forest import NO_SLOT, DraftTrees, Forest, KVPages, LatentPages, Pages
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.planning import Plan
 from pallas_kernels import Window
 
-#: A plan, or one for each of a model's windows.
+#: A plan, or one for each of a model's windows; then, with K and V kept beside latents, as many of these.
 Plans = Plan | tuple[Plan, ...]
 
 
@@ -31,8 +33,17 @@ class Scoring(NamedTuple):
     sinks: Float[Array, " n"] | None  # of the heads that a device has after partials are merged; float32
 
 
-#: How rows attend whose K and V are in the pages already.
-Attend = Callable[[Float[Array, "B T N H"], Pages, Scoring], Float[Array, "B T N H"]]
+class ByHeads(NamedTuple):
+    """How rows attend to K and V of every head where these are kept beside latents."""
+
+    query: Float[Array, "B T N H"]
+    pages: KVPages
+    values: Callable[[Float[Array, "B T N L"]], Float[Array, "B T N V"]]  # of what attention to latents gives
+
+
+#: How rows attend whose K and V are in the pages already: of queries [B, T, N, H], `Pages` and `Scoring` it makes
+#: [B, T, N, H]; of `ByHeads` too, values.
+Attend = Callable[..., Float[Array, "B T N H"]]
 
 
 class Batch(NamedTuple):
@@ -73,36 +84,71 @@ def attend(
     query: Float[Array, "B T N H"],
     pages: Pages,
     scoring: Scoring,
-) -> Float[Array, "B T n H"]:
-    """Attend in each batch over its own forest and plan; of several devices each gets its part of the heads."""
-    quantisation = pages.quantisation
-    key_scale, value_scale = (None, None) if quantisation is None else quantisation[:2]
-    partials = [
-        forest_attention(
-            part, pages.key, pages.value, batch.forest, _plan_for(batch.plan, scoring.window).local(),
-            drafts=batch.drafts, scale=scoring.scale, softcap=scoring.softcap, key_scale=key_scale,
-            value_scale=value_scale, implementation=implementation, return_residuals=True,
-        )
-        for part, batch in zip(parted(query, batches), batches, strict=True)
-    ]  # fmt: skip
-    out, (row_max, row_sum) = jax.tree.map(lambda *parts: _join(parts), *partials)
-    out, *residuals = parallel.merge(out, row_max, row_sum)
+    by_heads: ByHeads | None = None,
+) -> Float[Array, "B T n V"]:
+    """Attend in each batch over its own forest and plan; of several devices each gets its part of the heads.
+
+    Beside latents, K and V of every head are attended in the batches that have plans for them.
+    """
+    plans = [plans_for(batch.plan, scoring.window) for batch in batches]
+    over = partial(_partial, batches, implementation, scoring)
+    attended = over([of_batch[0] for of_batch in plans], query, pages)
+    if by_heads is not None:
+        attended = replace(attended, out=by_heads.values(attended.out))
+        if any(len(of_batch) > 1 for of_batch in plans):
+            kept = over([of_batch[1] if len(of_batch) > 1 else None for of_batch in plans], *by_heads[:2])
+            attended = por(attended, replace(kept, out=kept.out.astype(jnp.float32)))
+    out, *residuals = parallel.merge(attended.out, attended.max, attended.sum)
     # Here, so that they count once however many devices have a part of a row.
     return out if scoring.sinks is None else add_sinks(out, (residuals[0], residuals[1]), scoring.sinks)[0]
 
 
-def check_plans(plans: Plans, windows: Sequence[Window | None]) -> None:
-    """Raise ValueError unless there is a plan for each window of a model."""
-    given = [plan.arrays.window for plan in all_plans(plans)]
-    if len(given) != len(windows) or set(given) != set(windows):
+def _partial(
+    batches: Sequence[Batch],
+    implementation: str | None,
+    scoring: Scoring,
+    plans: Sequence[Plan | None],
+    query: Float[Array, "B T N H"],
+    pages: Pages,
+) -> Partial:
+    """Attend in the batches that have a plan; rows of the others see none of these pages."""
+    quantisation = pages.quantisation if isinstance(pages, KVPages) else None
+    key_scale, value_scale = (None, None) if quantisation is None else quantisation[:2]
+    keys, partials = pages.key if isinstance(pages, KVPages) else pages, []
+    for part, batch, plan in zip(parted(query, batches), batches, plans, strict=True):
+        if plan is None:
+            assert pages.value is not None
+            partials.append(Partial.empty(part.shape[:3], pages.value.shape[3]))
+            continue
+        out, residuals = forest_attention(
+            part, keys, pages.value, batch.forest, plan.local(),
+            drafts=batch.drafts, scale=scoring.scale, softcap=scoring.softcap, key_scale=key_scale,
+            value_scale=value_scale, implementation=implementation, return_residuals=True,
+        )  # fmt: skip
+        partials.append(Partial(out, *residuals))
+    return jax.tree.map(lambda *parts: _join(parts), *partials)
+
+
+def check_plans(plans: Plans, windows: Sequence[Window | None], pages: Pages) -> None:
+    """Raise ValueError unless there is a plan of all pages for each window, or one of latents and one of K and V."""
+    given = all_plans(plans)
+    asked = [plan.arrays.window for plan in given]
+    both = len(given) > len(windows) and isinstance(pages, LatentPages) and pages.reconstructed is not None
+    parts = [asked[: len(windows)], asked[len(windows) :]] if both else [asked]
+    if (
+        any(len(part) != len(windows) or set(part) != set(windows) for part in parts)
+        or any((plan.subset_pages is None) == both for plan in given)
+    ):  # fmt: skip
         raise ValueError(
             f"plan: expected {len(windows)} for the windows of the model's layers, {list(windows)}, got {len(given)} "
-            f"for {given}; make one with each of config.windows_used"
+            f"for {asked}; make one with each of config.windows_used, and where K and V are kept beside latents two: "
+            "of the rest, and after these of the pages that have them"
         )
 
 
-def _plan_for(plans: Plans, window: Window | None) -> Plan:
-    return next(plan for plan in all_plans(plans) if plan.arrays.window == window)
+def plans_for(plans: Plans, window: Window | None) -> list[Plan]:
+    """Return the plan for a window, and that of K and V beside latents, if there is one."""
+    return [plan for plan in all_plans(plans) if plan.arrays.window == window]
 
 
 def all_plans(plans: Plans) -> tuple[Plan, ...]:

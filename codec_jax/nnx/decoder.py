@@ -140,7 +140,8 @@ class Decoder(nnx.Module):
           cache: K and V of every layer.
           forest, drafts, implementation: as in `forest_attention`.
           plan: of the forest, as in `forest_attention`; for a model whose layers have different windows a tuple of
-            plans, one for each of `config.windows_used`.
+            plans, one for each of `config.windows_used`. Where K and V of some pages are kept beside latents, a tuple
+            of plans of the rest, then as many of these pages.
           store: [B, T], false for tokens that are computed but not stored. Tokens that are not in the request's own
             leaf are not stored either.
           parallel: as in `decode_together`.
@@ -189,7 +190,7 @@ class Decoder(nnx.Module):
         """
         for batch in batches:
             checks.shape("tokens", batch.tokens, B=batch.forest.request_capacity, T=None)
-            check_plans(batch.plan, self.config.windows_used)
+            check_plans(batch.plan, self.config.windows_used, cache[0])
         rows = joined(*batches)
         # Without the barrier XLA looks them up, from leaf to node to page, in every kernel that writes K or V.
         slots = lax.optimization_barrier(parallel.local_slots(rows.slots, cache[0]))

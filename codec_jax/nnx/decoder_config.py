@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from codec_jax import checks
 from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
+from codec_jax.forest.latent_pages import SCALED_TOGETHER
 from codec_jax.nnx.rope import RopeScaling
 from pallas_kernels import Window
 from pallas_kernels.gates import Activation
@@ -201,8 +202,13 @@ class DecoderConfig:
         given = [name for name in ("qk_norm", "qkv_bias", "out_bias", "sinks") if getattr(self, name)]
         if given:
             raise ValueError(f"latent: expected no {' and no '.join(given)} with latent attention; set them to False")
-        if self.cache_dtype.itemsize == 1:
-            raise ValueError(f"kv_dtype: expected no {self.cache_dtype} for latents; leave kv_dtype out")
+        if self.kv_scales is not None:
+            raise ValueError("kv_scales: expected None with latent attention, whose pages have scales by token")
+        if self.cache_dtype.itemsize == 1 and latent.size % SCALED_TOGETHER:
+            raise ValueError(
+                f"kv_dtype: expected no {self.cache_dtype} for latents of {latent.size} numbers, for each "
+                f"{SCALED_TOGETHER} have a scale; leave kv_dtype out"
+            )
 
     @property
     def cache_dtype(self) -> jnp.dtype:
@@ -212,8 +218,24 @@ class DecoderConfig:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of one token in the KV cache of all layers."""
+        if self.latent is not None and self.cache_dtype.itemsize == 1:
+            # Latents, their scales in float32, rotated keys in bfloat16.
+            scales = self.latent.size // SCALED_TOGETHER
+            return self.num_layers * (self.latent.size + 4 * scales + 2 * self.latent.rope_dim)
         arrays = 2 if self.latent is None else 1
         return arrays * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
+
+    @property
+    def reconstructed_token_bytes(self) -> int:
+        """Bytes of K and V of every head of one token, in all layers, where they are kept beside its latents."""
+        assert self.latent is not None
+        head = self.latent.query_dim + self.latent.value_dim
+        return self.num_layers * self.num_q_heads * head * self.reconstructed_dtype.itemsize
+
+    @property
+    def reconstructed_dtype(self) -> jnp.dtype:
+        """The dtype of K and V that are kept beside latents."""
+        return self.cache_dtype if self.cache_dtype.itemsize > 1 else jnp.dtype(self.dtype)
 
     @property
     def query_key_value_sizes(self) -> tuple[int, int, int]:
@@ -277,18 +299,28 @@ class DecoderConfig:
             return None
         return None if (layer + 1) % mixture.every else mixture
 
-    def new_cache(self, num_pages: int, page_size: int) -> tuple[Pages, ...]:
+    def new_cache(self, num_pages: int, page_size: int, reconstructed_pages: int = 0) -> tuple[Pages, ...]:
         """Return empty KV pages for every layer, or latent pages.
 
         Args:
           num_pages: pages of each layer.
           page_size: tokens in a page.
+          reconstructed_pages: pages of K and V of every head beside those of latents.
         """
-        return tuple(self._new_pages(num_pages, page_size, layer) for layer in range(self.num_layers))
+        sizes = num_pages, page_size, reconstructed_pages
+        return tuple(self._new_pages(*sizes, layer) for layer in range(self.num_layers))
 
-    def _new_pages(self, num_pages: int, page_size: int, layer: int) -> Pages:
+    def _new_pages(self, num_pages: int, page_size: int, reconstructed_pages: int, layer: int) -> Pages:
         if self.latent is not None:
-            return LatentPages.zeros(num_pages, page_size, self.latent.page_dim, self.cache_dtype)
+            sizes = num_pages, page_size, self.latent.page_dim
+            pages = LatentPages.zeros(*sizes, self.cache_dtype, rope=self.latent.rope_dim)
+            if not reconstructed_pages:
+                return pages
+            key, value = (
+                jnp.zeros((reconstructed_pages, page_size, self.num_q_heads, size), self.reconstructed_dtype)
+                for size in (self.latent.query_dim, self.latent.value_dim)
+            )
+            return replace(pages, reconstructed=KVPages(key, value))
         scales = None if self.kv_scales is None else Quantisation.of(self.num_kv_heads, *self.kv_scales[layer])
         return KVPages.zeros(
             num_pages, page_size, self.num_kv_heads, self.head_dim, self.cache_dtype, quantisation=scales

@@ -17,11 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, UInt16
 
-from codec_jax.forest import PrefixCache
+from codec_jax.forest import PageSubset, PrefixCache
+from codec_jax.nnx.batch import all_plans
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.engine_step import Carried, Chunks, Drawing, Outcome, run_step
-from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals
+from codec_jax.nnx.intervals import EXPECTED_DEPTH, Intervals, Planned
+from codec_jax.nnx.kept import reconstruct
 from codec_jax.nnx.loops import runs_to_its_end
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.request import Request, part_of_context
@@ -47,6 +49,7 @@ class Device:
         steps: int,
         chunks: int,
         chunk_tokens: int,
+        reconstructed_pages: int,
         implementation: str | None,
     ) -> None:
         """Allocate pages, and say what to compile: with an invariant cache steps of two shapes only."""
@@ -56,8 +59,9 @@ class Device:
         self._sizes = [chunks] if cache.invariant else sorted({max(chunks // 8, 1), chunks})
         self._max_context = min(max_context, self._num_pages * page_size)
         # A plan holds for what the step in flight may add, and for what the next one may.
+        sizes = 2 * steps, self._num_pages, page_size
         self._intervals = intervals = Intervals(
-            model.config, 2 * steps, self._num_pages, page_size, Parallel.of(model.mesh),
+            model.config, *sizes, Parallel.of(model.mesh), reconstructed_pages,
             max_context=self._max_context, invariant=cache.invariant,
         )  # fmt: skip
         self._blocks = intervals.block_capacity(self._rows, self._max_context)
@@ -67,12 +71,14 @@ class Device:
         }
         same = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
         self._set_history = jax.jit(History.set_row, donate_argnums=0, out_shardings=same)
-        self._page_size = page_size
+        self._page_size, self._reconstructed_pages = page_size, reconstructed_pages
         self._options: tuple[tuple[int | None, ...], RowOptions] | None = None
         self._allocate()
 
     def _allocate(self) -> None:
-        self._pages = new_pages(self._config, self._model.mesh, self._num_pages, self._page_size)
+        sizes = self._num_pages, self._page_size, self._reconstructed_pages
+        self._pages = new_pages(self._config, self._model.mesh, *sizes)
+        self.copies = self._intervals.no_copies  # K and V that are kept beside latents
         carried = Carried(
             token=jnp.zeros(self._rows, jnp.int32),
             stopped=jnp.zeros(self._rows, bool),
@@ -83,26 +89,39 @@ class Device:
 
     def restart(self) -> None:
         """Allocate anew if a step took the arrays, and gave none back."""
+        self.copies = self._intervals.no_copies
         if any(array.is_deleted() for array in jax.tree.leaves((self._pages, self._carried))):
             self._allocate()
 
     def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take other weights, for the steps from here on. Raises ValueError for those of another model."""
-        self._model = self._model.updated(model)
+        self._model, self.copies = self._model.updated(model), self._intervals.no_copies
 
     def warm_up(self, cache: PrefixCache) -> None:
         """Compile all programs, and run each with nothing to do."""
         nothing = Step([], {}, {}, [])
-        calls: list[tuple[int, Chunks | None]] = [(turns, None) for turns in {self._turns(0), self._steps}]
+        drawing, _ = self._drawing(nothing, cache, None, behind=False)
+        drawings = [drawing]
+        if self._reconstructed_pages:
+            none = PageSubset.of(np.zeros(0, int), self._num_pages, self._reconstructed_pages)
+            drawings.append(drawing._replace(plan=self._intervals.plan(drawing.forest, 1, self._blocks, none)))
+            self._pages = reconstruct(self._model, self._pages, *np.array([[0], [self._reconstructed_pages]]))
+        kinds: list[tuple[int, Chunks | None]] = [(turns, None) for turns in {self._turns(0), self._steps}]
         for size in self._sizes:
-            calls += [(1, self._chunks(nothing, cache, size, end)) for end in {1, self._max_context}]
-        arguments = self._model.weights, self._pages, self._carried, self._drawing(nothing, cache, behind=False)
+            ends = [self._chunks(nothing, cache, size, end) for end in (1, self._max_context)]
+            rooms = {all_plans(chunks.plan)[0].block_capacity: chunks for chunks in ends}  # of short contexts the same
+            kinds += [(1, chunks) for chunks in rooms.values()]
+        calls = [(turns, drawing, chunks) for turns, chunks in kinds for drawing in drawings]
+        arguments = self._model.weights, self._pages, self._carried
         with ThreadPoolExecutor() as pool:  # compiling a program keeps little more than one core busy
-            compiled = [pool.submit(self._programs[turns].lower(*arguments, chunks).compile) for turns, chunks in calls]
+            compiled = [
+                pool.submit(self._programs[turns].lower(*arguments, drawing, chunks).compile)
+                for turns, drawing, chunks in calls
+            ]
         for each in compiled:
             each.result()
-        for turns, chunks in calls:
-            self._start(nothing, cache, chunks, turns, behind=False)
+        for turns, drawing, chunks in calls:
+            self._run(turns, drawing, chunks)
         vocab = self._config.vocab_size
         self._set_row(self._rows, np.zeros(vocab, bool), np.zeros(vocab, np.uint16))  # past the last row: of nobody
         jax.block_until_ready(self._pages)
@@ -116,22 +135,24 @@ class Device:
             chunks = self._chunks(step, cache, size, max(piece.end for piece in step.pieces))
         for running in step.first:
             self._begin_history(running)
-        return self._start(step, cache, chunks, turns, behind=behind)
+        drawing, planned = self._drawing(step, cache, chunks, behind=behind)
+        self._pages = reconstruct(self._model, self._pages, planned.pages, planned.places)
+        self.copies = planned.copies
+        return self._run(turns, drawing, chunks)
 
-    def _start(self, step: Step, cache: PrefixCache, chunks: Chunks | None, turns: int, *, behind: bool) -> Outcome:
-        drawing = self._drawing(step, cache, behind)
-        self._pages, self._carried, outcome = self._run(turns, self._pages, self._carried, drawing, chunks)
+    def _run(self, turns: int, drawing: Drawing, chunks: Chunks | None) -> Outcome:
+        arguments = self._model.weights, self._pages, self._carried, drawing, chunks
+        self._pages, self._carried, outcome = self._programs[turns](*arguments)
         return outcome
-
-    def _run(self, turns: int, *arguments: Any) -> tuple:
-        return self._programs[turns](self._model.weights, *arguments)
 
     def _turns(self, tokens: int) -> int:
         """Return the turns of a step that draws so many tokens: of a loop that runs to its end, few would be used."""
         return self._fewest if tokens <= 1 else self._steps
 
-    def _drawing(self, step: Step, cache: PrefixCache, behind: bool) -> Drawing:
-        """Plan for the requests that draw; the others have no place in the forest."""
+    def _drawing(
+        self, step: Step, cache: PrefixCache, chunks: Chunks | None, *, behind: bool
+    ) -> tuple[Drawing, Planned]:
+        """Plan for the requests that draw, beside these chunks; the others have no place in the forest."""
         allowed, first = np.zeros(self._rows, np.int32), np.full(self._rows, -1, np.int32)
         for running, drawn in step.drawing.items():
             allowed[running.row] = drawn
@@ -139,8 +160,10 @@ class Device:
             first[running.row] = token
         rows = [running.row for running in step.drawing]
         forest = cache.view(rows, node_capacity=_nodes(self._rows), page_capacity=self._num_pages)
-        plan = self._intervals.plan(forest, 1, self._blocks)
-        return Drawing(forest, np.asarray(behind), plan, allowed, first, self._row_options(step))
+        written = np.zeros(0, int) if chunks is None else chunks.forest.slots(self._chunk_tokens)[chunks.store]
+        planned = self._intervals.plan_decoding(forest, self._blocks, self.copies, written // self._page_size)
+        options = self._row_options(step)
+        return Drawing(forest, np.asarray(behind), planned.plan, allowed, first, options), planned
 
     def _chunks(self, step: Step, cache: PrefixCache, size: int, longest: int) -> Chunks:
         """Fill `size` rows with the tokens of chunks; those of the longest one decide how much room the plan has."""

@@ -27,6 +27,7 @@ from codec_jax.nnx import calls
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.device import Device
 from codec_jax.nnx.engine_step import Outcome
+from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.landing import begin, failing_alone, fetch, finish, take_scores, take_tokens, tell
 from codec_jax.nnx.memory import pages_that_fit
 from codec_jax.nnx.parallel import Parallel
@@ -88,6 +89,7 @@ class Engine:
         prefill_tokens: int = 2048,
         steps: int = 8,
         room: float = 1.0,
+        reconstructed_pages: int | None = None,
         tokenizer: Tokenizer | None = None,
         implementation: str | None = None,
         invariant: bool = False,
@@ -108,6 +110,9 @@ class Engine:
           room: the share of `max_tokens` for which there must be pages before a request enters. With 1, all that are
             inside can finish. With less, more are inside at a time, and one may have to give way, to be computed
             again later.
+          reconstructed_pages: with latent attention, pages of each layer for K and V of every head, which are kept
+            beside the latents of prefixes that many requests share. Defaults to a quarter of the memory of `num_pages`
+            on a GPU by whose rates `max_requests` can be enough to be worth it, and to none elsewhere.
           tokenizer: for prompts given as text, the text of updates, and stop strings.
           implementation: of `forest_attention`.
           invariant: compute every request as if it were alone, to the last bit: with plans of the policy "invariant",
@@ -121,13 +126,16 @@ class Engine:
             raise ValueError(f"room: expected a share in [0, 1], got {room}")
         placed = PlacedDecoder.of(model, mesh)
         config, parallel = placed.config, Parallel.of(placed.mesh)
-        if invariant and (room < 1.0 or parallel.context > 1):
+        if invariant and (room < 1.0 or parallel.context > 1 or reconstructed_pages):
             raise ValueError(
-                f"invariant: expected room = 1 and pages on one device, got room = {room} and {parallel.context} along "
-                '"context": who gives way is computed anew otherwise than before, and a sum over devices has parts'
+                "invariant: expected room = 1, pages on one device and reconstructed_pages = 0 or None, got room = "
+                f'{room}, {parallel.context} along "context" and {reconstructed_pages}: who gives way is computed anew '
+                "otherwise than before, and a sum over devices or forms has parts"
             )
-        num_pages = pages_that_fit(config, page_size, mesh=placed.mesh) if num_pages is None else num_pages
-        rows = checks.integer("max_requests", max_requests)
+        rows, kept = checks.integer("max_requests", max_requests), 0 if invariant else reconstructed_pages
+        if num_pages is None:
+            num_pages = pages_that_fit(config, page_size, mesh=placed.mesh, max_requests=rows if kept is None else 1)
+        reconstructed = pages_to_keep(config, parallel, rows, num_pages, kept)
         cache = PrefixCache.create(num_pages, page_size, rows, devices=parallel.context, invariant=invariant)
         self.config, self.tokenizer = config, tokenizer
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
@@ -136,7 +144,14 @@ class Engine:
         chunks = max(checks.integer("prefill_tokens", prefill_tokens) // width, 1)
         sizes = {"steps": checks.integer("steps", steps), "chunks": chunks, "chunk_tokens": width}
         self._scheduler = Scheduler(cache, room=room, **sizes)
-        self._device = Device(placed, cache=cache, max_context=self.max_context, implementation=implementation, **sizes)
+        self._device = Device(
+            placed,
+            cache=cache,
+            max_context=self.max_context,
+            reconstructed_pages=reconstructed,
+            implementation=implementation,
+            **sizes,
+        )
         self._ids = numbers()
         self._flight: _Flight | None = None
         self._news: list[Request] = []  # that no step has told of yet
@@ -204,7 +219,8 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """What was done so far, and what there is now."""
-        return count(self._scheduler, self._submitted, self._steps, self._generated)
+        reconstructed = self._device.copies.count
+        return count(self._scheduler, self._submitted, self._steps, self._generated, reconstructed)
 
     def step(self) -> list[Request]:
         """Dispatch the next step, and take in the one before: return the requests of which something is new.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from codec_jax.attention.latent import absorbed, expanded, reconstruct
 from codec_jax.forest import LatentPages
-from codec_jax.nnx.batch import Attend, Scoring
+from codec_jax.nnx.batch import Attend, ByHeads, Scoring
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.dense_attention import dense_attention
 from codec_jax.nnx.mlp import linear
@@ -100,7 +101,8 @@ class MultiHeadLatentAttention(nnx.Module):
           slots: [B, T], from `Forest.slots`; NO_SLOT for what is not to be stored.
           pages: latents of this layer.
           attend: called with queries of the latents [B, T, N, L + rope], float32, the pages, and how the layer scores,
-            and returns [B, T, N, L] or more, of which the first L numbers are taken; a call of `forest_attention`.
+            and returns [B, T, N, L] or more, of which the first L numbers are taken; a call of `forest_attention`. With
+            K and V beside the latents it is also told how these are attended, and returns values.
           parallel: the devices among which heads and pages are divided; one by default.
 
         Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.
@@ -110,8 +112,29 @@ class MultiHeadLatentAttention(nnx.Module):
         query = absorbed(query_nope, query_rope, self.up_key[...])
         num_q_heads, _ = parallel.heads(self.config.num_q_heads, 1)
         columns = parallel.gather(query.reshape(*x.shape[:2], -1), [num_q_heads * self.latent.page_dim])
-        attended = attend(columns.reshape(*x.shape[:2], num_q_heads, -1), pages, self._scoring())
-        return self._merge(expanded(attended, self.up_value[...]).astype(x.dtype)), pages
+        query, kept = columns.reshape(*x.shape[:2], num_q_heads, -1), pages.reconstructed
+        if kept is None:
+            values = self._values(attend(query, pages, self._scoring()))
+        else:
+            of_heads = jnp.concatenate([query_nope, query_rope], axis=-1).astype(kept.key.dtype)
+            values = attend(query, pages, self._scoring(), ByHeads(of_heads, kept, self._values))
+        return self._merge(values.astype(x.dtype)), pages
+
+    def reconstruct(
+        self, pages: LatentPages, page_ids: Int[Array, " pages"], places: Int[Array, " pages"]
+    ) -> LatentPages:
+        """Compute K and V of every head for some pages, and keep them beside the latents. Jittable.
+
+        Args:
+          pages: latents of this layer, with room for K and V (`DecoderConfig.new_cache`).
+          page_ids: those to compute them for.
+          places: the page of `pages.reconstructed` for each; what is out of bounds is dropped.
+        """
+        assert pages.reconstructed is not None
+        kept = pages.reconstructed
+        new = reconstruct(pages.rows(page_ids).astype(kept.key.dtype), self.up_key[...], self.up_value[...])
+        kept = jax.tree.map(lambda x, rows: x.at[places].set(rows, mode="drop"), kept, new)
+        return replace(pages, reconstructed=kept)
 
     def _scoring(self) -> Scoring:
         """Return how the layer makes weights of queries and keys."""
@@ -130,6 +153,10 @@ class MultiHeadLatentAttention(nnx.Module):
             rotate(_halved(part), positions, *config.rope_of(self.layer)) for part in (query_rope, key_rope)
         )
         return query_nope, query_rope, jnp.concatenate([self.latent_norm(rows), key_rope], axis=-1)
+
+    def _values(self, attended: Float[Array, "B T N L"]) -> Float[Array, "B T N V"]:
+        """Return the values of what attention to latents gives."""
+        return expanded(attended, self.up_value[...])
 
     def _merge(self, heads: Array) -> Array:
         return self.out(heads.reshape(*heads.shape[:2], -1))

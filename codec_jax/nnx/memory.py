@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.kept import SHARE, pays
 from codec_jax.nnx.parallel import Parallel
 
 #: Of the memory that is free, what KV pages may take; the rest is for activations.
@@ -30,6 +31,7 @@ def pages_that_fit(
     gib: float | None = None,
     weights_to_come: int = 0,
     mesh: Mesh | None = None,
+    max_requests: int = 1,
 ) -> int:
     """Return the KV pages of all layers that there is memory for.
 
@@ -39,6 +41,8 @@ def pages_that_fit(
       gib: memory for KV pages; defaults to 80% of what is free on the device, 4 where it does not say.
       weights_to_come: bytes of weights that are not there yet, of the whole model.
       mesh: devices that divide weights and pages; `gib` is then of each, and the one with the least memory counts.
+      max_requests: that decode at a time. Where so many make it worth keeping K and V beside latents, there is to be
+        memory for these, too.
 
     Raises ValueError for a mesh of several processes without `gib`: they may not have the same memory left.
 
@@ -57,4 +61,6 @@ def pages_that_fit(
         gib = DEFAULT_KV_GIB if free is None else KV_SHARE * (free - weights_to_come / parallel.devices) / 2**30
     _, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     page = page_size * config.kv_token_bytes * num_kv_heads // config.num_kv_heads
+    if pays(config, parallel, max_requests):
+        page = int(page * (1 + SHARE))
     return max(0, int(gib * 2**30 // page)) * parallel.context

@@ -36,12 +36,13 @@ from codec_jax.forest import Forest, PagePool, Pages
 from codec_jax.forest.edits import spread
 from codec_jax.forest.radix_tree import shared_tokens
 from codec_jax.nnx import validate
-from codec_jax.nnx.batch import Plans, all_plans
+from codec_jax.nnx.batch import Plans, all_plans, plans_for
 from codec_jax.nnx.completions import complete
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Interval, Intervals
+from codec_jax.nnx.kept import pages_to_keep, reconstruct
 from codec_jax.nnx.loops import turns_for
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
@@ -50,6 +51,7 @@ from codec_jax.nnx.sampling import NO_TOKEN, RowOptions
 from codec_jax.nnx.shards import PlacedDecoder, Program, everywhere, new_pages, program
 from codec_jax.nnx.state import Completion, Decoding, Generated
 from codec_jax.nnx.steps import decode_loop, prefill_step
+from codec_jax.planning.plan import growing_pages
 from codec_jax.traffic import Traffic, count_decode, count_pass
 
 
@@ -89,6 +91,7 @@ class Sampler:
         page_size: int = 16,
         max_context: int | None = None,
         steps: int = 16,
+        reconstructed_pages: int | None = None,
         implementation: str | None = None,
         invariant: bool = False,
     ) -> None:
@@ -103,6 +106,7 @@ class Sampler:
           max_context: tokens that one request may reach, prompt included; defaults to what the pool holds. Bounds
             the plan's arrays.
           steps: tokens between two looks of the host at the device, and between two plans.
+          reconstructed_pages: with latent attention, pages of K and V beside those of latents, as in `Engine`.
           implementation: of `forest_attention`.
           invariant: compute every request as if it were alone, to the last bit, as in `Engine`.
 
@@ -119,14 +123,19 @@ class Sampler:
         self.config = placed.config
         parallel = Parallel.of(placed.mesh)
         self._empty = PagePool.create(num_pages, devices=parallel.context)
-        if invariant and parallel.context > 1:
+        if invariant and (parallel.context > 1 or reconstructed_pages):
             raise ValueError(
-                f'invariant: expected pages on one device, got {parallel.context} along "context": a sum has parts then'
+                f"invariant: expected pages on one device and reconstructed_pages = 0 or None, got {parallel.context} "
+                f'along "context" and {reconstructed_pages}: a sum has parts then'
             )
         self._invariant = invariant
+        kept = 0 if invariant else reconstructed_pages
+        self._reconstructed = pages_to_keep(placed.config, parallel, self.max_requests, num_pages, kept)
         self._intervals = Intervals(
-            placed.config, steps, num_pages, page_size, parallel, max_context=self.max_context, invariant=invariant
-        )
+            placed.config, steps, num_pages, page_size, parallel, self._reconstructed,
+            max_context=self.max_context, invariant=invariant,
+        )  # fmt: skip
+        self._weights_taken = 0
         self._new_engine = partial(
             Engine,
             max_requests=max_requests,
@@ -134,6 +143,7 @@ class Sampler:
             page_size=page_size,
             max_context=self.max_context,
             steps=steps,
+            reconstructed_pages=self._reconstructed,
             implementation=implementation,
             invariant=invariant,
         )
@@ -156,6 +166,7 @@ class Sampler:
         Raises ValueError for another config, or weights of other shapes or dtypes.
         """
         self._model = self._model.updated(model)
+        self._weights_taken += 1
         if self._engine is not None:
             self._engine.update_weights(model)
 
@@ -198,6 +209,8 @@ class Sampler:
             next_stream=int(numbers.max()) + 1,
             block_capacity=self._intervals.block_capacity(self.max_requests, self.max_context),
             traffic=Traffic(),
+            copies=self._intervals.no_copies,
+            weights=self._weights_taken,
         )
 
     def decode(
@@ -235,6 +248,8 @@ class Sampler:
         options = self._options(stop_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         validate.state(state, self)
         validate.room("max_tokens", max_tokens, int(state.forest.request_length.max()), self.max_context)
+        if state.weights != self._weights_taken:  # K and V beside latents are those of the weights that they came from
+            state = replace(state, copies=self._intervals.no_copies, weights=self._weights_taken)
         generated = Generated.none(self.max_requests)
         remaining = np.where(state.forest.active, max_tokens, 0).astype(np.int32)
         interval: Interval | None = None
@@ -242,21 +257,26 @@ class Sampler:
             growing = np.flatnonzero(remaining)
             if interval is None or interval.source is not state.forest or (interval.remaining != remaining).any():
                 try:
-                    interval = self._intervals.prepare(state.forest, state.pool, remaining, state.block_capacity)
+                    interval = self._intervals.prepare(
+                        state.forest, state.pool, remaining, state.block_capacity, state.copies
+                    )
                 except OutOfPagesError as error:
                     error.state, error.generated = state, generated
                     raise
             turns = self.steps if self._invariant else turns_for(int(remaining.max()), self.steps)
             decode = self._decode_program(turns)
+            kept = reconstruct(self._model, state.cache, interval.pages, interval.places)
             cache, logits, *results = decode(
-                self._model.weights, state.cache, state.logits, interval.growers, interval.plan, remaining,
+                self._model.weights, kept, state.logits, interval.growers, interval.plan, remaining,
                 options._replace(stream=state.stream),
             )  # fmt: skip
             # The call returns before the device is done. Meanwhile, what comes next if nobody stops is planned.
             expected = np.minimum(remaining, self.steps)
             forest = interval.forest.extend(expected)
             following = np.maximum(remaining - self.steps, 0)
-            ahead = self._intervals.prepare_ahead(forest, interval.pool, following, state.block_capacity)
+            ahead = self._intervals.prepare_ahead(
+                forest, interval.pool, following, state.block_capacity, interval.copies
+            )
             tokens, logprobs, running, broken = jax.device_get(results)
             counts = (tokens >= 0).sum(axis=1, dtype=np.int32)
             state = replace(
@@ -265,8 +285,9 @@ class Sampler:
                 pool=interval.pool,
                 cache=cache,
                 logits=logits,
-                block_capacity=max(plan.block_capacity for plan in all_plans(interval.plan)),
-                traffic=state.traffic + count_decode(interval.growers, all_plans(interval.plan)[0], counts),
+                block_capacity=self._block_capacity(interval.plan),
+                traffic=state.traffic + self._count(interval, counts),
+                copies=interval.copies,
             )
             new = {request: tokens[request, : counts[request]].tolist() for request in growing.tolist()}
             for request, text in new.items():
@@ -300,8 +321,9 @@ class Sampler:
         for wave in append_waves(forest, new, one_shape=self._invariant):
             plan, cache, logits = self._run(wave, cache, logits)
             traffic = traffic + count_pass(wave.chunks, all_plans(plan)[0])
+        copies = state.copies.without(growing_pages(forest))
         forest = forest.extend(lengths)
-        return replace(state, forest=forest, pool=pool, cache=cache, logits=logits, traffic=traffic)
+        return replace(state, forest=forest, pool=pool, cache=cache, logits=logits, traffic=traffic, copies=copies)
 
     def peek(self, state: Decoding, tokens: Mapping[int, Integers]) -> tuple[Decoding, Float[Array, "B V"]]:
         """Return the logits that would follow if the tokens were appended, and the state without them.
@@ -316,7 +338,7 @@ class Sampler:
         """
         asked = self.append(state, tokens)
         # The tokens went to pages that the state does not count as taken, so it stays as good as it was.
-        return replace(state, cache=asked.cache, traffic=asked.traffic), asked.logits
+        return replace(state, cache=asked.cache, traffic=asked.traffic, copies=asked.copies), asked.logits
 
     def fork(self, state: Decoding, requests: Integers) -> tuple[Decoding, list[int]]:
         """Add one request for each entry of `requests` that shares everything the named one has.
@@ -425,11 +447,21 @@ class Sampler:
         filled = padded(stops, bucket(len(stops)), NO_TOKEN)  # so that their number hardly matters
         return options._replace(stop_tokens=np.tile(filled, (self.max_requests, 1)))
 
+    def _block_capacity(self, plans: Plans) -> int:
+        """Return the blocks that plans of all pages, or of latents, have room for."""
+        return max(plans_for(plans, window)[0].block_capacity for window in self.config.windows_used)
+
+    def _count(self, interval: Interval, counts: Int[np.ndarray, " B"]) -> Traffic:
+        """Count what an interval read, in whatever form, in layers of the first window."""
+        first, *others = plans_for(interval.plan, self.config.windows_used[0])
+        read = [count_decode(interval.growers, plan, counts).kv_tokens_read for plan in others]
+        return count_decode(interval.growers, first, counts) + Traffic(kv_tokens_read=sum(read))
+
     def _prefill_forest(
         self, forest: Forest, prompts: Sequence[Int[np.ndarray, " tokens"]], progress: bool
     ) -> tuple[tuple[Pages, ...], Float[Array, "B V"]]:
         """Compute K and V of every node once, in waves of chunks, and the logits after each prompt."""
-        cache = new_pages(self.config, self._model.mesh, self.num_pages, self.page_size)
+        cache = new_pages(self.config, self._model.mesh, self.num_pages, self.page_size, self._reconstructed)
         logits = everywhere(self._model.mesh, jnp.zeros((self.max_requests, self.config.vocab_size), jnp.float32))
         waves = prefill_waves(
             forest, prompts, self.num_pages, self._intervals.blocks_of_chunks, one_shape=self._invariant

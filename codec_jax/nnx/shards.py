@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
+from codec_jax.forest import KVPages, LatentPages, LatentQuantisation, Pages, Quantisation
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
@@ -242,17 +242,20 @@ def program(
     return Program(jax.jit(divided, donate_argnums=donate), mesh)
 
 
-def new_pages(config: DecoderConfig, mesh: Mesh | None, num_pages: int, page_size: int) -> tuple[Pages, ...]:
+def new_pages(
+    config: DecoderConfig, mesh: Mesh | None, num_pages: int, page_size: int, reconstructed_pages: int = 0
+) -> tuple[Pages, ...]:
     """Return empty KV pages for every layer; each device of a mesh makes its own."""
-    return config.new_cache(num_pages, page_size) if mesh is None else _pages_on(config, mesh, num_pages, page_size)
+    sizes = num_pages, page_size, reconstructed_pages
+    return config.new_cache(*sizes) if mesh is None else _pages_on(config, mesh, sizes)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "num_pages", "page_size"))
-def _pages_on(config: DecoderConfig, mesh: Mesh, num_pages: int, page_size: int) -> tuple[Pages, ...]:
+@partial(jax.jit, static_argnames=("config", "mesh", "sizes"))
+def _pages_on(config: DecoderConfig, mesh: Mesh, sizes: tuple[int, int, int]) -> tuple[Pages, ...]:
     parallel = Parallel.of(mesh)
     heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     of_device = replace(config, num_q_heads=heads[0], num_kv_heads=heads[1])
-    new = partial(of_device.new_cache, num_pages // parallel.context, page_size)
+    new = partial(of_device.new_cache, sizes[0] // parallel.context, *sizes[1:])
     return jax.shard_map(new, mesh=mesh, in_specs=(), out_specs=_cache_specs(config, parallel))()
 
 
@@ -294,7 +297,10 @@ def _cache_specs(config: DecoderConfig, parallel: Parallel) -> tuple[Any, ...]:
     if config.cache_dtype.itemsize == 1:
         of_heads: Any = PartitionSpec(tensor)
         of_devices: Any = PartitionSpec(parallel.axes)
-        pages = KVPages(pages, pages, Quantisation(of_heads, of_heads, of_devices))
+        if config.latent is None:
+            pages = KVPages(pages, pages, Quantisation(of_heads, of_heads, of_devices))
+        else:
+            pages = LatentPages(pages, pages, LatentQuantisation(pages, pages, of_devices))
     return (pages,) * config.num_layers
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from codec_jax.forest import Forest, PagePool, Pages
+from codec_jax.forest import Forest, PageCopies, PagePool, Pages
 from codec_jax.traffic import Traffic
 
 
@@ -27,6 +27,8 @@ class Decoding:
     next_stream: int
     block_capacity: int
     traffic: Traffic
+    copies: PageCopies  # pages that have K and V beside their latents
+    weights: int  # how often the sampler had taken new ones when they were computed
 
     @property
     def requests(self) -> list[int]:

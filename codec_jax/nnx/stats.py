@@ -23,9 +23,10 @@ class Stats:
     running: int
     free_pages: int
     cached_pages: int  # of prefixes that nobody reads now
+    reconstructed_pages: int  # that have K and V beside their latents
 
 
-def count(scheduler: Scheduler, submitted: int, steps: int, generated_tokens: int) -> Stats:
+def count(scheduler: Scheduler, submitted: int, steps: int, generated_tokens: int, reconstructed_pages: int) -> Stats:
     """Count what a scheduler has done and has now, beside what the engine says of itself."""
     waiting = sum(not request.finished for request in scheduler.queue)
     running = sum(not running.request.finished for running in scheduler.running)
@@ -42,4 +43,5 @@ def count(scheduler: Scheduler, submitted: int, steps: int, generated_tokens: in
         running=running,
         free_pages=scheduler.cache.pool.num_free,
         cached_pages=scheduler.cache.num_cached,
+        reconstructed_pages=reconstructed_pages,
     )

@@ -11,12 +11,15 @@ What reconstruction itself takes is not counted: it is done once, for many steps
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from codec_jax import checks
-from codec_jax.forest import Forest, PageSubset
+from codec_jax.forest import Forest, PageCopies, PageSubset
+from codec_jax.forest.tree import GONE
 from codec_jax.planning.plan import growing_leaves
 from codec_jax.planning.published_rates import Rates, published_rates
 from pallas_kernels.packing import TILE_ROWS
@@ -54,7 +57,8 @@ def choose_reconstructed(
       query_tokens: T, query tokens per request.
       itemsize: bytes of a number, of latents and of K and V.
 
-    Returns the subset: `make_plan` takes it, and its `rest`. Raises TypeError for a forest that lives on a device.
+    Returns the subset: `make_plan` takes it, and its `rest`. Raises ValueError for a pool that has fewer pages than the
+    forest, TypeError for a forest that lives on a device.
 
     >>> from codec_jax.latent import choose_reconstructed
     >>> sizes = {"num_q_heads": 128, "latent": 512, "rope": 64, "nope": 128, "value": 128}
@@ -72,29 +76,46 @@ def choose_reconstructed(
     for name, size in sizes.items():
         checks.integer(name, size)
     checks.integer("rope", rope, 0)
-    checks.integer("num_pages", num_pages)
-    checks.integer("capacity", capacity)
-    rows = forest.readers.astype(np.int64) * query_tokens
-    rates = published_rates(jax.devices()[0].device_kind) or _RATES
-    head = nope + rope + value
-    absorbed = _token_us(rows * num_q_heads, 1, latent + rope, 2 * latent + rope, itemsize, rates)
-    reconstructed = _token_us(rows, num_q_heads, num_q_heads * head, head, itemsize, rates)
-    saved = absorbed - reconstructed
-    saved[growing_leaves(forest)] = 0.0
-    chosen, room = [], capacity
-    for node in np.argsort(-saved, kind="stable").tolist():
-        pages = int(forest.page_count[node])
-        if saved[node] > 0 and 0 < pages <= room:
-            chosen.append(node)
-            room -= pages
-    ids = [np.empty(0, np.int32), *map(forest.pages_of, chosen)]
-    return PageSubset.of(np.concatenate(ids), num_pages, capacity)
+    if (last := int(forest.used_pages.max(initial=-1))) >= checks.integer("num_pages", num_pages):
+        raise ValueError(f"num_pages: expected at least {last + 1}, which the forest refers to, got {num_pages}")
+    copies = PageCopies.none(num_pages, checks.integer("capacity", capacity))
+    forms = Forms(num_q_heads, latent, rope, nope, value, itemsize, query_tokens)
+    return copies.follow(forms.worth_reconstructing(forest)).subset
 
 
-def _token_us(
-    rows: Int[np.ndarray, " nodes"], kv_heads: int, numbers: int, products: int, itemsize: int, rates: Rates
-) -> Float[np.ndarray, " nodes"]:
-    """Return how long a token of each node takes: to be read once, or to be multiplied with whole tiles of rows."""
-    reading = numbers * itemsize / rates.bytes_per_us
-    multiplying = 2.0 * products * kv_heads * -(-rows // TILE_ROWS) * TILE_ROWS / rates.flops_per_us
-    return np.where(rows > 0, np.maximum(reading, multiplying), 0.0)
+class Forms(NamedTuple):
+    """Sizes of latent attention, by which its two forms are told apart."""
+
+    num_q_heads: int  # N, of one device
+    latent: int  # L
+    rope: int
+    nope: int
+    value: int  # V
+    itemsize: int = 2  # bytes of a number, of latents and of K and V
+    query_tokens: int = 1  # T
+
+    def worth_reconstructing(self, forest: Forest) -> list[Int[np.ndarray, " pages"]]:
+        """Return the pages of each node whose K and V are worth having, of the one that saves the most first.
+
+        None of these nodes grows.
+        """
+        saved = self.saved_us(forest.readers)
+        saved[growing_leaves(forest)] = 0.0
+        order = np.argsort(-saved, kind="stable")
+        pages = [forest.pages_of(node) for node in order[saved[order] > 0].tolist()]
+        return [of_node[of_node != GONE] for of_node in pages]
+
+    def saved_us(self, readers: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        """Return what K and V save of the time that a token's latent takes, with so many readers."""
+        rows, head = readers.astype(np.int64) * self.query_tokens, self.nope + self.rope + self.value
+        absorbed = self._token_us(rows * self.num_q_heads, 1, self.latent + self.rope, 2 * self.latent + self.rope)
+        return absorbed - self._token_us(rows, self.num_q_heads, self.num_q_heads * head, head)
+
+    def _token_us(
+        self, rows: Int[np.ndarray, " n"], kv_heads: int, numbers: int, products: int
+    ) -> Float[np.ndarray, " n"]:
+        """Return how long a token takes: to be read once, or to be multiplied with whole tiles of rows."""
+        rates = published_rates(jax.devices()[0].device_kind) or _RATES
+        reading = numbers * self.itemsize / rates.bytes_per_us
+        multiplying = 2.0 * products * kv_heads * -(-rows // TILE_ROWS) * TILE_ROWS / rates.flops_per_us
+        return np.where(rows > 0, np.maximum(reading, multiplying), 0.0)

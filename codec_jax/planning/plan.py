@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from codec_jax import checks
+from codec_jax.arrays import expand
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.forest.homes import Homes
@@ -224,6 +225,14 @@ def growing_leaves(forest: Forest) -> Int[np.ndarray, " leaves"]:
     """Return the leaves that may grow: those of one reader."""
     leaf = forest.leaf[forest.leaf >= 0]
     return leaf[forest.readers[leaf] == 1]
+
+
+def growing_pages(forest: Forest) -> Int[np.ndarray, " pages"]:
+    """Return the pages that growing leaves have for their next tokens."""
+    leaf = growing_leaves(forest)
+    first = forest.length[leaf] // forest.page_size
+    node, nth = expand(forest.page_count[leaf] - first)
+    return forest.page_ids[forest.page_offset[leaf[node]] + first[node] + nth]
 
 
 def max_lengths(forest: Forest, steps: int) -> Int[np.ndarray, " nodes"]:

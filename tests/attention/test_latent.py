@@ -11,7 +11,7 @@ import pytest
 from forests import SECTIONS, Tree, contexts, num_pages, seeds, trees
 from hypothesis import given, settings
 
-from codec_jax import Forest, PagePool, PageSubset, Plan, PlanError, make_plan, replan
+from codec_jax import Forest, LatentPages, PagePool, PageSubset, Plan, PlanError, make_plan, replan
 from codec_jax.attention import forest_attention
 from codec_jax.attention.latent import expanded
 from codec_jax.latent import Reconstructed, choose_reconstructed, latent_attention, reconstruct
@@ -241,6 +241,34 @@ def test_reconstructed_values_are_finite() -> None:
     latents = jnp.full((1, PAGE, 1, 32), 300.0, jnp.float16)
     pages = reconstruct(latents, jnp.ones((32, 4, 16)), jnp.full((32, 4, 16), 300.0))
     assert np.isfinite(pages.value).all()
+
+
+def test_latents_of_one_byte_a_number_are_attended_as_what_they_hold() -> None:
+    sizes = Sizes(latent=256, query_tokens=3)
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
+    empty = LatentPages.zeros(PAGES, PAGE, 264, jnp.float8_e4m3fn, rope=8)
+    slots = np.arange(PAGES * PAGE).reshape(PAGES, PAGE)
+    pages = jax.jit(LatentPages.write)(empty, slots, given.latent_pages)
+    held = given._replace(latent_pages=pages.rows(slice(None)))
+    plan = sizes.plan(forest)
+    want = attend_each(held, SECTIONS)
+    assert_close(absorb(*given._replace(latent_pages=pages), forest, plan), want)
+    assert np.abs(want - attend_each(given, SECTIONS)).max() > 1e-3  # which rounding to one byte costs
+    subset = PageSubset.of(forest.pages_of(0), PAGES, PAGES)
+    rest, of_pages = plans_of(sizes, forest, subset)
+    both = Reconstructed(reconstruct(pages.rows(subset.page_ids), *given[3:]), of_pages)
+    assert_close(absorb(*given._replace(latent_pages=pages), forest, rest, reconstructed=both), want)
+
+    query = jnp.ones((REQUESTS, 3, 4, 264))
+    with pytest.raises(ValueError, match=r"^key_scale: expected None for `LatentPages`, which have their scales with "):
+        forest_attention(query, pages, None, forest, plan, key_scale=jnp.ones(1))
+    with pytest.raises(ValueError, match=r"^mesh: expected None for latents of one byte a number; call it inside of j"):
+        forest_attention(query, pages, None, forest, plan, mesh=jax.make_mesh((1,), ("tensor",)))
+    with pytest.raises(ValueError, match=r"^implementation: 'mosaic' cannot serve"):
+        forest_attention(query, pages, None, forest, plan, implementation="mosaic")
+    shorter = given._replace(latent_pages=pages, up_key=given.up_key[:200], up_value=given.up_value[:200])
+    with pytest.raises(ValueError, match=r"^latent_pages: expected L \+ rope numbers, L = 200, got 264"):
+        latent_attention(*shorter, forest, plan)
 
 
 # ---------------------------------------------------------------------- both at once

@@ -45,6 +45,7 @@ WITHOUT_EXAMPLE = {
     "Generated.none": "Sampler.decode begins with it",
     "Attention.decode": "Decoder.decode calls it, with arguments of the same names",
     "MultiHeadLatentAttention.decode": "Decoder.decode calls it, with arguments of the same names",
+    "MultiHeadLatentAttention.reconstruct": "the sampler and the engine call it",
     "Following": "AsyncEngine.submit makes it",
     "AsyncEngine.check": "it says whether calls are taken, for a server's answer to that",
     "Following.abort": "leaving `async with` calls it, as in the example of AsyncEngine",

@@ -9,12 +9,14 @@ import pytest
 from flax import nnx
 from forests import Tree, renumbered, seeds, trees
 from hypothesis import given, settings
-from kernel_calls import PAGES, TREE, attend, grown
+from kernel_calls import PAGES, TREE, Arrays, Heads, attend, check, grown, plan_of
 from latent_calls import KEY, VALUE, check_latents, latent_plan, random_arrays
+from plan_cases import num_wide
 
-from codec_jax import Forest, LatentPages, PagePool, Window
-from codec_jax.latent import latent_attention
+from codec_jax import Forest, LatentPages, PagePool, PageSubset, Window
+from codec_jax.latent import Reconstructed, latent_attention, reconstruct
 from codec_jax.nnx import Decoder, DecoderConfig, Latent
+from pallas_kernels.packing import TILE_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -93,6 +95,55 @@ def test_latent_attention_by_name_is_that_of_the_xla_path() -> None:
     attend_by = jax.jit(latent_attention, static_argnames="implementation")
     got, want = (attend_by(*arrays, forest, plan, implementation=name) for name in ("mosaic", "xla"))
     assert got.dtype == want.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("heads", "query_tokens", "page_size"),
+    [(Heads(16, 16, 192, 128), 1, 16), (Heads(128, 128, 192, 128), 1, 64), (Heads(8, 8, 192, 128), 33, 8)],
+    ids=str,
+)
+def test_heads_of_reconstructed_latents_equal_dense_attention(heads: Heads, query_tokens: int, page_size: int) -> None:
+    """On scattered pages, with free request slots, and with requests shorter than the query."""
+
+    @settings(max_examples=10)
+    @given(trees(max_nodes=10, max_length=150, max_requests=8), seeds)
+    def check_one(tree: Tree, seed: int) -> None:
+        forest = grown(tree, page_size, seed, request_capacity=10)
+        if forest.request_length.any():
+            plan = plan_of(forest, heads, query_tokens=query_tokens)
+            check(Arrays.random(forest, heads, jnp.bfloat16, seed, query_tokens), forest, plan)
+
+    check_one()
+
+
+@pytest.mark.parametrize("requests", [45, 150])
+def test_heads_of_reconstructed_latents_over_a_root_that_many_tiles_share(requests: int) -> None:
+    """In segments of one tile and of two."""
+    heads, lengths = Heads(16, 16, 192, 128), np.random.default_rng(0).integers(0, 150, requests)
+    forest = Forest.from_nodes([-1] + [0] * requests, [9000, *lengths], np.arange(requests) + 1)
+    plan = plan_of(forest, heads, block_capacity=4096)
+    assert (num_wide(plan) > 0) == (requests > TILE_ROWS)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=2048)
+    check(arrays, forest, plan, requests=(0, 1, 44, requests - 1))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_both_forms_merged_are_latent_attention_of_the_xla_path(heads: int) -> None:
+    requests, nope, value, pages = 70, 128, 128, 400
+    lengths = np.random.default_rng(0).integers(0, 60, requests)
+    forest = Forest.from_nodes([-1] + [0] * requests, [1000, *lengths], np.arange(requests) + 1)
+    rng = np.random.default_rng(1)
+    shapes = (requests, 1, heads, nope), (requests, 1, heads, KEY - VALUE), (pages, 16, 1, KEY), (VALUE, heads, nope)
+    arrays = [jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16) for shape in (*shapes, (VALUE, heads, value))]
+    subset = PageSubset.of(forest.pages_of(0), pages, 70)
+    options = {"block_capacity": 1024}
+    kept = reconstruct(arrays[2][subset.page_ids], *arrays[3:])
+    of_heads = plan_of(forest, Heads(heads, heads, nope + KEY - VALUE, value), subset=subset, **options)
+    rest = latent_plan(forest, heads, subset=subset.rest, **options)
+    attend_by = jax.jit(latent_attention, static_argnames="implementation")
+    got = attend_by(*arrays, forest, rest, reconstructed=Reconstructed(kept, of_heads), implementation="mosaic")
+    want = attend_by(*arrays, forest, latent_plan(forest, heads, **options), implementation="xla")
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02, rtol=0.02)
 
 

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CONTEXT, DOCUMENT, LONG, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
-from engines import assert_alone, assert_no_page_leaked, greedy, make_engine, run
+from cases import CONTEXT, LONG, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
 from flax import nnx
-from jax.sharding import Mesh
+from latent_cases import CONFIG, LATENT, MIXTURE, mesh_of, sharp
 from small_checkpoints import assert_read_to_its_devices, write
 
-from codec_jax import DraftTrees, Forest, PagePool, Window, make_plan
+from codec_jax import DraftTrees, Forest, PagePool, PageSubset, make_plan
 from codec_jax.attention import backends
 from codec_jax.nnx import (
     Decoder,
@@ -36,34 +35,11 @@ from codec_jax.nnx.experts import Experts
 from codec_jax.nnx.memory import pages_that_fit
 from codec_jax.planning import default_tiling, planner
 from codec_jax.rollout import Policy
-from pallas_kernels import HOPPER_LATENT
+from pallas_kernels import HOPPER, HOPPER_LATENT, Family
 
-LATENT = Latent(size=24, nope_dim=12, rope_dim=8, value_dim=10, query_size=20)
-MIXTURE = Mixture(
-    6, 3, 24, first_layer=1, shared_size=40, sigmoid=True, groups=3, groups_per_token=2, weight_scale=1.7
-)  # fmt: skip
-CONFIG = DecoderConfig(
-    VOCAB, 32, 48, num_layers=2, num_q_heads=4, num_kv_heads=1, head_dim=32, rope_theta=100.0, qk_norm=False,
-    rope_scaling=YarnScaling(4.0, 40, 1.1, 4.0), scale=0.4, tied_embeddings=False, latent=LATENT, mixture=MIXTURE,
-    dtype=jnp.float32, param_dtype=jnp.float32,
-)  # fmt: skip
-
-
-def sharp(config: DecoderConfig) -> Decoder:
-    """Weights with sharp attention and texts that do not repeat, in which norms and biases count."""
-    graph, weights = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
-
-    def draw(x: jax.Array) -> jax.Array:
-        fan = x.shape[0] if x.ndim == 3 and x.shape[0] == LATENT.size else x.shape[-2] if x.ndim > 1 else 1
-        wide = rng.normal(size=x.shape) * 2 * fan**-0.5 if x.ndim > 1 else rng.uniform(0.3, 1.0, x.shape)
-        return jnp.asarray(wide, x.dtype)
-
-    return nnx.merge(graph, jax.tree.map(draw, weights))
-
-
-def mesh_of(context: int, tensor: int) -> Mesh:
-    return jax.make_mesh((context, tensor), ("context", "tensor"), devices=jax.devices("cpu")[: context * tensor])
+IN_FLOAT8 = replace(
+    CONFIG, num_layers=1, mixture=None, latent=replace(LATENT, size=128), head_dim=136, kv_dtype=jnp.float8_e4m3fn
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,34 +50,8 @@ def dense() -> Dense:
 # --- Over forests ------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_over_latents_says_what_the_dense_decoder_says(dense: Dense, compilations: list[str]) -> None:
-    engine = make_engine(dense.model, num_pages=96, max_requests=4, prefill_tokens=128)
-    compilations.clear()
-    requests = [engine.submit(prompt, greedy(12)) for prompt in [LONG[:100], *PROMPTS, DOCUMENT]]
-    while len(requests[1].tokens) < 6:
-        engine.step()
-    requests.append(engine.fork(requests[1], greedy(20)))
-    run(engine)
-    assert not compilations
-    for request in requests:
-        assert_alone(request, dense)
-    assert len({tuple(request.tokens) for request in requests}) > 3
-    assert_no_page_leaked(engine)
-
-
-def test_a_sampler_says_the_same_with_sharing_and_without(dense: Dense) -> None:
-    options = {"max_requests": 4, "num_pages": 64, "page_size": 8, "max_context": CONTEXT, "steps": 8}
-    sampler = Sampler(dense.model, **options)
-    state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
-    assert_logits_follow(state, texts, dense)
-    _, shared = sampler.decode(state, 12, temperature=0.0)
-    for request, prompt in enumerate(PROMPTS):
-        _, alone = sampler.decode(sampler.start([prompt]), 12, temperature=0.0)
-        assert shared.tokens[request] == alone.tokens[0] == dense.greedy(prompt, 12)
-
-
 def test_candidates_of_a_draft_tree_see_their_ancestors_and_are_kept(dense: Dense) -> None:
-    model, heads = dense.model, {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 32}
+    model, heads = dense.model, {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 144}
     prompt, paths, decode = LONG[:20], [[7], [7, 8], [7, 9], [7, 9, 10]], jax.jit(model.decode)
     forest = Forest.from_nodes([-1], [20], [0], page_size=8)
     plan = make_plan(forest, query_tokens=20, **heads)
@@ -136,15 +86,9 @@ def test_a_sampler_on_a_mesh_says_what_the_whole_decoder_says() -> None:
         assert generated.tokens[request] == dense.greedy(text, 12)
 
 
-def test_windows_and_softcaps_go_with_latents() -> None:
-    config = replace(CONFIG, windows=(Window(13), None), softcap=4.0, window_rope_theta=50.0, mixture=None)
-    dense = Dense(sharp(config))
-    sampler = Sampler(dense.model, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT)
-    assert_logits_follow(sampler.start(PROMPTS), numbered(PROMPTS), dense)
-
-
 def test_a_decoder_of_deepseeks_sizes_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    latent = Latent(size=512, nope_dim=12, rope_dim=64, value_dim=10)
+    """In both forms: PAC and POR over latents, and over K and V of what is shared."""
+    latent = Latent(size=512, nope_dim=128, rope_dim=64, value_dim=128)
     config = replace(CONFIG, num_layers=1, latent=latent, head_dim=576, mixture=None, dtype=jnp.bfloat16)
     hopper = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=132)
     forest, _ = Forest.from_nodes([-1, 0, 0], [40, 3, 9], [1, 2]).reserve(PagePool.create(16, np.arange(5)), 1)
@@ -152,18 +96,29 @@ def test_a_decoder_of_deepseeks_sizes_reaches_the_kernels(monkeypatch: pytest.Mo
         patch.setattr(jax, "devices", lambda: [hopper])
         for module in (intervals, planner):
             patch.setattr(module, "default_tiling", default_tiling)
-        plan = intervals.Intervals(config, 1, 16, 16).plan(forest, 1, None)
-    family = HOPPER_LATENT._replace(why_not=lambda heads, _, *rest: HOPPER_LATENT.why_not(heads, hopper, *rest))
-    monkeypatch.setattr(backends, "BACKENDS", (family,))
+        planner_of_both = intervals.Intervals(config, 1, 16, 16, reconstructed_pages=4)
+        plans = planner_of_both.plan(forest, 1, None, PageSubset.of(forest.pages_of(0), 16, 4))
+    of_heads: list[Any] = []  # how such a call is lowered, `tests/kernels` has
+
+    def attend(call: Any, scores: Any) -> Any:
+        of_heads.append((call.query.shape, call.query.dtype, call.key_pages.shape, scores.scale))
+        rows = jnp.zeros(call.query.shape[:3], jnp.float32)
+        return jnp.zeros((*rows.shape, 128), call.query.dtype), rows, rows
+
+    def on_hopper(family: Family) -> Family:
+        return family._replace(why_not=lambda heads, _, *rest: family.why_not(heads, hopper, *rest))
+
+    monkeypatch.setattr(backends, "BACKENDS", (on_hopper(HOPPER)._replace(attend=attend), on_hopper(HOPPER_LATENT)))
     model = Decoder(config, nnx.Rngs(0))
     graph, weights = nnx.split(model)
 
     def step(weights: Any, cache: Any) -> Any:
         tokens = jnp.zeros((2, 1), jnp.int32)
-        return nnx.merge(graph, weights).decode(tokens, cache, forest.extend(), plan, implementation="mosaic")
+        return nnx.merge(graph, weights).decode(tokens, cache, forest.extend(), plans, implementation="mosaic")
 
-    traced = jax.jit(step).trace(weights, model.new_cache(16, 16))
+    traced = jax.jit(step).trace(weights, config.new_cache(16, 16, 4))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+    assert of_heads == [((2, 1, 4, 192), jnp.bfloat16, (4, 16, 4, 192), config.scale)]
 
 
 def test_bfloat16_is_close_to_float32() -> None:
@@ -181,11 +136,27 @@ def test_bfloat16_is_close_to_float32() -> None:
         assert np.abs(got - want).mean() < 0.03 * want.std()
 
 
+def test_latents_in_float8_on_devices_that_divide_the_pages_are_close_to_float32() -> None:
+    graph, weights = nnx.split(sharp(replace(IN_FLOAT8, kv_dtype=None)))
+    exact = nnx.merge(graph, jax.tree.map(lambda x: 0.3 * x, weights))
+    low = nnx.merge(nnx.graphdef(sharp(IN_FLOAT8)), nnx.state(exact))
+    want = np.stack([Dense(exact).logits(prompt) for prompt in PROMPTS[:2]])
+    sampler = Sampler(low, mesh=mesh_of(2, 1), max_requests=2, num_pages=32, page_size=8, max_context=CONTEXT)
+    state = sampler.start(PROMPTS[:2])
+    assert state.cache[0].latent.dtype == jnp.float8_e4m3fn
+    assert state.cache[0].quantisation.saturated.tolist() == [0, 0]
+    assert 0 < np.abs(state.logits - want).mean() < 0.03 * want.std()
+
+
 def test_a_token_takes_one_latent_and_one_rotated_key_a_layer() -> None:
-    cache = CONFIG.new_cache(6, 8)
-    assert sum(array.nbytes for array in jax.tree.leaves(cache)) == 6 * 8 * CONFIG.kv_token_bytes
-    assert CONFIG.kv_token_bytes == 2 * (24 + 8) * 4
-    assert pages_that_fit(CONFIG, 8, gib=1.0) == 2**30 // (8 * CONFIG.kv_token_bytes)
+    assert CONFIG.kv_token_bytes == 2 * (136 + 8) * 4
+    assert IN_FLOAT8.kv_token_bytes == 128 + 4 + 2 * 8
+    for config in (CONFIG, IN_FLOAT8):
+        arrays = [array.nbytes for array in jax.tree.leaves(config.new_cache(6, 8)) if array.ndim > 1]
+        assert sum(arrays) == 6 * 8 * config.kv_token_bytes
+        both = [array.nbytes for array in jax.tree.leaves(config.new_cache(6, 8, 2)) if array.ndim > 1]
+        assert sum(both) - sum(arrays) == 2 * 8 * config.reconstructed_token_bytes
+        assert pages_that_fit(config, 8, gib=1.0) == 2**30 // (8 * config.kv_token_bytes)
 
 
 def test_random_weights_have_the_dtypes_of_their_parameters() -> None:
@@ -367,13 +338,23 @@ def test_weights_in_float8_are_what_their_scales_make_of_them(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: replace(CONFIG, num_kv_heads=2), r"^latent: expected num_kv_heads = 1 and head_dim = 32, .*got 2 and"),
+        (
+            lambda: replace(CONFIG, num_kv_heads=2),
+            r"^latent: expected num_kv_heads = 1 and head_dim = 144, .*got 2 ",
+        ),
         (
             lambda: replace(CONFIG, head_dim=16),
-            r"^latent: expected num_kv_heads = 1 and head_dim = 32, .* got 1 and 16",
+            r"^latent: expected num_kv_heads = 1 and head_dim = 144, .* got 1 and 16",
         ),
         (lambda: replace(CONFIG, qk_norm=True, sinks=True), r"^latent: expected no qk_norm and no sinks with latent"),
-        (lambda: replace(CONFIG, kv_dtype=jnp.float8_e4m3fn), r"^kv_dtype: expected no float8_e4m3fn for latents; lea"),
+        (
+            lambda: replace(CONFIG, kv_dtype=jnp.float8_e4m3fn),
+            r"^kv_dtype: expected no float8_e4m3fn for latents of 136",
+        ),
+        (
+            lambda: replace(IN_FLOAT8, kv_scales=((1.0, 1.0),)),
+            r"^kv_scales: expected None with latent attention, whose pages have scales by token",
+        ),
         (lambda: replace(LATENT, size=0), r"^size: expected an integer of at least 1, got 0"),
         (lambda: replace(LATENT, query_size=0), r"^query_size: expected an integer of at least 1, got 0"),
         (lambda: replace(LATENT, rope_dim=7), r"^rope_dim: expected an even number for rotary positions, got 7"),

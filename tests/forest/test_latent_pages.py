@@ -1,0 +1,70 @@
+"""Pages of latents of one byte a number: what they hold, what they count, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from codec_jax import LatentPages
+from codec_jax.forest import NO_SLOT
+
+LATENT, ROPE = 256, 6
+SIZE = LATENT + ROPE
+
+
+def test_numbers_of_one_byte_are_those_written_up_to_rounding_and_infinities_are_counted() -> None:
+    """Each 128 of them over a scale of their own, rounded to 4 significant bits; rotated keys to 8."""
+    rng, slots = np.random.default_rng(0), np.array([[9, 30, NO_SLOT], [17, -1, 0]])
+    rows = rng.normal(size=(2, 3, 1, SIZE)).astype(np.float32) * 10.0 ** rng.integers(-30, 30, (2, 3, 1, 1))
+    rows[0, 0, 0, :LATENT] *= np.geomspace(1e-6, 1, LATENT)
+    rows[1, 0, 0, :128] = 0.0
+    rows[1, 2] = rng.normal(size=(1, SIZE))
+    rows[1, 2, 0, [0, 1, 2, LATENT, LATENT + 1]] = [np.inf, -np.inf, np.nan, np.nan, np.inf]
+    rows[0, 2, 0, 0] = np.inf  # not stored
+    pages = LatentPages.zeros(5, 8, SIZE, jnp.float8_e4m3fn, rope=ROPE)
+    after = jax.jit(LatentPages.write)(pages, slots, rows)
+    held = np.asarray(after.rows(np.arange(5)), np.float64).reshape(-1, SIZE)
+    assert np.isfinite(held).all()
+    assert after.quantisation.saturated.tolist() == [2]
+    meant = rows.astype(np.float64)
+    largest = np.abs(meant[1, 2, 0, 3:128]).max()
+    meant[1, 2, 0, [0, 1, 2, LATENT, LATENT + 1]] = [largest, -largest, 0.0, 0.0, 0.0]
+    for at, slot in np.ndenumerate(slots):
+        if not 0 <= slot < 40:
+            continue
+        row, want = held[slot], meant[at][0]
+        for part in range(0, LATENT, 128):
+            of_part = want[part : part + 128]
+            # Half a unit in the last of 3 bits after the leading one, or of the smallest number there is.
+            bound = np.maximum(np.abs(of_part) / 16, np.abs(of_part).max() / 448 * 2.0**-10) * (1 + 1e-6)
+            assert (np.abs(row[part : part + 128] - of_part) <= bound + 1e-38).all()
+        assert (np.abs(row[LATENT:] - want[LATENT:]) <= np.abs(want[LATENT:]) / 256).all()
+    others = np.setdiff1d(np.arange(40), slots)
+    assert not held[others].any()
+
+
+def test_tokens_move_with_their_scales_and_rotated_keys() -> None:
+    pages = LatentPages.zeros(4, 8, SIZE, jnp.float8_e4m3fn, rope=ROPE)
+    rows = np.random.default_rng(0).normal(size=(1, 2, 1, SIZE)).astype(np.float32) * [[[[3.0]], [[0.01]]]]
+    pages = pages.write(np.array([[9, 20]]), rows)
+    moved = pages.move(np.array([[9, 20, 3]]), np.array([[20, 1, NO_SLOT]]))
+    before, after = (np.asarray(each.rows(np.arange(4))).reshape(-1, SIZE) for each in (pages, moved))
+    np.testing.assert_array_equal(after[[20, 1, 9]], before[[9, 20, 9]])
+    assert np.count_nonzero(after.any(axis=1)) == 3
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^dtype: expected float32, bfloat16, float8_e4m3fn or float16, got float8_e5"
+    ):
+        LatentPages.zeros(4, 8, SIZE, jnp.float8_e5m2, rope=ROPE)
+    with pytest.raises(ValueError, match=r"^rope: expected an integer of at least 0, got None"):
+        LatentPages.zeros(4, 8, SIZE, jnp.float8_e4m3fn)
+    for rope in (7, SIZE):
+        with pytest.raises(
+            ValueError, match=rf"^size: expected rope and a multiple of 128 .*, got {rope} \+ {SIZE - rope}"
+        ):
+            LatentPages.zeros(4, 8, SIZE, jnp.float8_e4m3fn, rope=rope)
+    pages = LatentPages.zeros(4, 8, SIZE, jnp.float8_e4m3fn, rope=ROPE)
+    with pytest.raises(ValueError, match=rf"^rows: expected shape \(1, 1, 1, {SIZE}\), a row for each slot, got "):
+        pages.write(np.zeros((1, 1), int), jnp.ones((1, 1, 1, LATENT)))
