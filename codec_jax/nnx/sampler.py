@@ -126,7 +126,7 @@ class Sampler:
         if invariant and (parallel.context > 1 or reconstructed_pages):
             raise ValueError(
                 f"invariant: expected pages on one device and reconstructed_pages = 0 or None, got {parallel.context} "
-                f'along "context" and {reconstructed_pages}: a sum has parts then'
+                f'along "context" and reconstructed_pages = {reconstructed_pages}: a sum has parts then'
             )
         self._invariant = invariant
         kept = 0 if invariant else reconstructed_pages
