@@ -9,6 +9,7 @@ _MEASURING = (
     "ablation",
     "scores",
     "latent",
+    "experts",
     "invariance",
     "tune",
     "ceilings",

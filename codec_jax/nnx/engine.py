@@ -129,8 +129,8 @@ class Engine:
         if invariant and (room < 1.0 or parallel.context > 1 or reconstructed_pages):
             raise ValueError(
                 "invariant: expected room = 1, pages on one device and reconstructed_pages = 0 or None, got room = "
-                f'{room}, {parallel.context} along "context" and reconstructed_pages = {reconstructed_pages}: who gives '
-                "way is computed anew otherwise than before, and a sum over devices or forms has parts"
+                f'{room}, {parallel.context} along "context" and reconstructed_pages = {reconstructed_pages}: who '
+                "gives way is computed anew otherwise than before, and a sum over devices or forms has parts"
             )
         rows, kept = checks.integer("max_requests", max_requests), 0 if invariant else reconstructed_pages
         if num_pages is None:
