@@ -21,7 +21,7 @@ def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_raised_later(mon
         check()
         gc.callbacks.append(interrupted)
         try:
-            gc.collect()
+            gc.collect(0)
         finally:
             gc.callbacks.remove(interrupted)
         assert [each.exc_type for each in dropped] == [KeyboardInterrupt]
