@@ -21,7 +21,7 @@ from tree_of_thoughts import Search, Thought
 
 from codec_jax.nnx import Sampler
 
-PUZZLES = 4
+PUZZLES = 2
 
 
 @dataclass
