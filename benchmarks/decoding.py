@@ -37,13 +37,16 @@ from codec_jax.nnx import Decoder, random_decoder
 
 DOCUMENTS, REQUESTS = (32_768, 120_000), (16, 64)
 
-#: Part of a step -> what the names of its kernels have one of; the first part that fits is meant. Products are XLA's
-#: own (gemm_fusion_dot) or those of cuBLAS, which are called by its newer kernels' prefix, by their library, or by what
-#: they compute; what is none of these is "other": norms, rotation, writing K and V, sampling.
-PARTS = {
-    "attention": ("mosaic_gpu", "cudnn", "sdpa"),
-    "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk"),
-}
+#: Parts of a step, and what the names of their kernels have one of; the first that fits is meant. Products are those of
+#: experts, XLA's own (gemm_fusion_dot), or those of cuBLAS, which are called by its newer kernels' prefix, by their
+#: library, or by what they compute; what is none of these is "other": norms, rotation, writing K and V, sampling.
+_ATTENTION = ("mosaic_gpu", "cudnn", "sdpa")
+PARTS = (
+    ("other", ("split_heads",)),
+    ("products", ("experts",)),
+    ("attention", _ATTENTION),
+    ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),
+)
 
 #: Rounding to bfloat16 in another order costs a few hundredths over all layers; a wrong context costs about 1.
 MAX_DIFFERENCE = 0.2
@@ -148,11 +151,11 @@ def wall(step: Step, temperature: float = 0.0, top_p: float = 1.0) -> float:
 def kernel_fields(step: Step) -> dict:
     """Sum the kernels of a call, and those of each part, by CUPTI."""
     kernels = kernels_of(step)
-    times = dict.fromkeys([*PARTS, "other"], 0.0)
+    times = dict.fromkeys((part for part, _ in PARTS), 0.0)
     for name, us in kernels:
         times[part_of(name)] += us / STEPS
     if not times["attention"]:
-        raise RuntimeError(f"kernels: expected some with {' or '.join(PARTS['attention'])} in their names, got none")
+        raise RuntimeError(f"kernels: expected some with {' or '.join(_ATTENTION)} in their names, got none")
     return {
         "kernel_us": sum(times.values()),
         "launches": len(kernels) / STEPS,
@@ -162,7 +165,7 @@ def kernel_fields(step: Step) -> dict:
 
 def part_of(kernel: str) -> str:
     """Say which of `PARTS` a kernel belongs to, by its name, or "other"."""
-    return next((part for part, names in PARTS.items() if any(name in kernel.lower() for name in names)), "other")
+    return next((part for part, names in PARTS if any(name in kernel.lower() for name in names)), "other")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The differences between the JAX versions that the kernels run on, 0.10.2 to the newest."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 _VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -29,3 +31,17 @@ def store(ref: Any, value: jax.Array) -> None:
     else:
         store_ref: Any = vars(plgpu)["store"]  # the older versions have none
         store_ref(ref, value, optimized=False)
+
+
+def kernel_on_references(name: str, body: Any, *, out_type: Any, scratch_types: list[Any], mesh: Any) -> Any:
+    """Make a kernel that may be called with references, which it then changes in place.
+
+    `plgpu.kernel` makes kernels that can be vectorised, and calls of those take no references before 0.11.
+    """
+
+    def scoped(*refs: Any) -> None:
+        axes = () if mesh.thread_name is None else mesh.thread_name
+        pl.run_scoped(functools.partial(body, *refs), *scratch_types, collective_axes=axes)
+
+    params = plgpu.CompilerParams(approx_math=True)
+    return pl.kernel(scoped, out_type=out_type, mesh=mesh, compiler_params=params, name=name)

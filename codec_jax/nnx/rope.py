@@ -122,16 +122,24 @@ def frequencies(half: int, theta: float, scaling: RopeScaling | None) -> Float[n
     return frequency if scaling is None else scaling._scaled(frequency, theta)
 
 
+def turns(
+    positions: Int[Array, "*batch"], half: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
+    """Return what `rotate` multiplies each pair of a token with: cosine and sine of position * `frequencies`[i]."""
+    # Rounded once, on the host: at position 100,000 an ulp of a frequency is already a visible angle.
+    frequency = jnp.asarray(frequencies(half, theta, scaling), jnp.float32)
+    angle = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequency, range(positions.ndim))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if isinstance(scaling, YarnScaling):
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    return cos, sin
+
+
 def rotate(
     x: Float[Array, "B T N H"], positions: Int[Array, "B T"], theta: float, scaling: RopeScaling | None = None
 ) -> Float[Array, "B T N H"]:
     """Turn each pair (x[i], x[i + H/2]) by position * `frequencies`[i]; angles and products are float32."""
-    # Rounded once, on the host: at position 100,000 an ulp of a frequency is already a visible angle.
-    frequency = jnp.asarray(frequencies(x.shape[-1] // 2, theta, scaling), jnp.float32)[None, None, None]
-    angle = positions[..., None, None].astype(jnp.float32) * frequency  # [B, T, 1, H/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if isinstance(scaling, YarnScaling):
-        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    cos, sin = (each[:, :, None] for each in turns(positions, x.shape[-1] // 2, theta, scaling))  # [B, T, 1, H/2]
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from codec_jax.forest import KVPages
+from codec_jax.nnx import head_split
 from codec_jax.nnx.batch import Attend, Scoring
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.dense_attention import dense_attention
@@ -82,8 +83,14 @@ class Attention(nnx.Module):
 
         Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.
         """
-        query, key, value = self._project(x, positions, parallel)
-        pages = pages.write(slots, key, value)
+        config = self.config
+        if parallel == ALONE and head_split.serves(config, slots.size):
+            scales = (self.query_norm.scale[...], self.key_norm.scale[...]) if config.qk_norm else None
+            columns = self.query_key_value(x)
+            query, pages = head_split.split_heads(config, self.layer, columns, scales, positions, slots, pages)
+        else:
+            query, key, value = self._project(x, positions, parallel)
+            pages = pages.write(slots, key, value)
         return self._merge(attend(query, pages, self._scoring()), parallel), pages
 
     def _scoring(self) -> Scoring:

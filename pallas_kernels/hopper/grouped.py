@@ -125,7 +125,7 @@ def grouped_product(
         inputs["bias"] = bias
     scratch = _scratch(sizes)
 
-    def body(*refs: Any) -> None:
+    def experts(*refs: Any) -> None:  # the name that profilers show
         named = SimpleNamespace(**dict(zip([*inputs, "out", *scratch], refs, strict=True)))
         warpgroup = lax.axis_index("warpgroup")
 
@@ -140,7 +140,7 @@ def grouped_product(
             _load_items(named, sizes)
 
     kernel = plgpu.kernel(
-        body,
+        experts,
         out_type=jax.ShapeDtypeStruct((rows.shape[0], columns), rows.dtype),
         scratch_types=list(scratch.values()),
         grid=(num_ctas,),

@@ -73,14 +73,16 @@ def test_kernels_of_a_token_are_summed_by_the_part_of_a_step(monkeypatch: pytest
         ("cmap_body_mosaic_gpu_kernel", 5.0),
         ("fusion_7_1", 3.0),
         ("loop_add_fusion", 6.0),
+        ("split_heads_mosaic_gpu_kernel", 1.0),
+        ("cmap_experts_mosaic_gpu_kernel", 9.0),
         ("gemm_fusion_dot_general_0", 7.0),
         ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT", 8.0),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_cutlass", 4.0),
     ]
     monkeypatch.setattr(decoding, "kernels_of", lambda step: ran * STEPS)
     row = decoding.kernel_fields(None)
-    assert (row["kernel_us"], row["launches"]) == (35.0, 7.0)
-    assert (row["attention_us"], row["products_us"], row["other_us"]) == (9.0, 15.0, 11.0)
+    assert (row["kernel_us"], row["launches"]) == (45.0, 9.0)
+    assert (row["attention_us"], row["products_us"], row["other_us"]) == (9.0, 24.0, 12.0)
     monkeypatch.setattr(decoding, "kernels_of", lambda step: [("fusion", 2.0)])
     with pytest.raises(RuntimeError, match="kernels: expected some with mosaic_gpu or cudnn"):
         decoding.kernel_fields(None)

@@ -1,0 +1,143 @@
+"""One kernel for heads on their way from a product to attention: norm, rotation, and K and V to their pages.
+
+    one thread block for each (4 rows, head), one row a warp:
+
+        queries ─► norm ─► rotation ─────────────────────────► registers to the query
+        keys    ─► norm ─► rotation ─► rows in shared memory ─► one copy a row, to its token slot
+        values  ─► not finite: 0 ────► rows in shared memory ─► one copy a row, to its token slot
+
+A head is two halves, [4, H / 2] in registers each, as rotation takes one number of either. Pages are written where
+they are: the kernel gets references, and XLA passes the arrays on without a copy where the caller gives them up.
+"""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import kernel_on_references, load, store
+from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HEAD_DIM, HeadSizes, Norm, Places, Scales
+
+_LANES = 32  # of a warp
+_HALF = HEAD_DIM // 2
+#: [4, H / 2] over a warpgroup: a row for each warp, numbers side by side for each lane.
+_SPREAD: Any = plgpu.Layout.TILED(plgpu.Tiling(((BLOCK_ROWS, _HALF), (_HALF // _LANES,))), (-3,), (-2,), -1)
+
+Halves = tuple[jax.Array, jax.Array]
+
+
+def split_heads(
+    columns: jax.Array, scales: Scales, places: Places, sizes: HeadSizes
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the query and the pages, as `head_rows.split_heads` promises."""
+    count, dtype = columns.shape[0], columns.dtype
+    inputs = {
+        "columns": columns.reshape(count, sizes.num_heads, 2, _HALF),
+        "cos": places.cos,
+        "sin": places.sin,
+        "slots": places.slots,
+    }
+    if scales is not None:
+        inputs |= {"query_scales": scales[0].reshape(2, -1), "key_scales": scales[1].reshape(2, -1)}
+    stored = {"key_pages": places.key_pages, "value_pages": places.value_pages}
+    pages = {name: jax.new_ref(each.reshape(-1, *each.shape[2:])) for name, each in stored.items()}
+    names = [*inputs, *pages, "query", "staged"]
+    kernel = kernel_on_references(
+        "split_heads",
+        lambda *refs: _split(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
+        out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, HEAD_DIM), dtype),
+        scratch_types=[plgpu.SMEM((BLOCK_ROWS, 1, HEAD_DIM), dtype)],
+        mesh=plgpu.Mesh(grid=(-(-count // BLOCK_ROWS), sizes.num_heads), grid_names=("rows", "heads")),
+    )
+    query = kernel(*inputs.values(), *pages.values())
+    keys, values = (jax.freeze(ref).reshape(stored[name].shape) for name, ref in pages.items())
+    return query, keys, values
+
+
+def _split(refs: Any, sizes: HeadSizes) -> None:
+    """Do the rows and the head of one thread block."""
+    total = refs.columns.shape[0]
+    # The last thread block has rows of the one before it, too: both write the same.
+    first = jnp.minimum(lax.axis_index("rows") * BLOCK_ROWS, total - BLOCK_ROWS)
+    rows, head = pl.ds(first, BLOCK_ROWS), lax.axis_index("heads")
+    first_key, first_value = sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads
+
+    def loaded() -> Halves:
+        left, right = (load(refs.columns.at[rows, head, part], _SPREAD) for part in range(2))  # [4, H / 2]
+        return left.astype(jnp.float32), right.astype(jnp.float32)
+
+    def store_rows(pages: Any, halves: Halves, kv_head: jax.Array) -> None:
+        slots = [refs.slots[first + i] for i in range(BLOCK_ROWS)]
+        _put(refs.staged.at[:, 0], halves)
+        plgpu.commit_smem()
+        for i, slot in enumerate(slots):
+
+            @pl.when((slot >= 0) & (slot < pages.shape[0]))
+            def _copy(i: int = i, slot: jax.Array = slot) -> None:
+                plgpu.copy_smem_to_gmem(refs.staged.at[i], pages.at[slot, pl.ds(kv_head, 1)])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(head < first_key)
+    def _query() -> None:
+        turn = _Turning.of(refs, sizes, rows, "query_scales")
+        _put(refs.query.at[rows, head], turn(*loaded()))
+
+    @pl.when((head >= first_key) & (head < first_value))
+    def _key() -> None:
+        turn = _Turning.of(refs, sizes, rows, "key_scales")
+        store_rows(refs.key_pages, turn(*loaded()), head - first_key)
+
+    @pl.when(head >= first_value)
+    def _value() -> None:
+        left, right = (_finite(half, refs.value_pages.dtype) for half in loaded())
+        store_rows(refs.value_pages, (left, right), head - first_value)
+
+
+class _Turning(NamedTuple):
+    """What queries, or keys, of some rows are multiplied with; halves [4, H / 2] each, float32."""
+
+    cos: jax.Array
+    sin: jax.Array
+    scales: Halves | None
+    norm: Norm | None
+
+    @classmethod
+    def of(cls, refs: Any, sizes: HeadSizes, rows: Any, scales: str) -> "_Turning":
+        """Load it, for queries or for keys."""
+        cos, sin = load(refs.cos.at[rows], _SPREAD), load(refs.sin.at[rows], _SPREAD)
+        if sizes.norm is None:
+            return cls(cos, sin, None, None)
+        stored = getattr(refs, scales)
+        halves = (load(stored.at[half], _SPREAD.reduce(0)) for half in range(2))  # [H / 2]
+        left, right = (_broadcast(sizes.norm.factors(half), 1) for half in halves)
+        return cls(cos, sin, (left, right), sizes.norm)
+
+    def __call__(self, left: jax.Array, right: jax.Array) -> Halves:
+        """Return the norm of a head, rotated."""
+        if self.norm is not None and self.scales is not None:
+            mean = (jnp.sum(left * left, axis=1) + jnp.sum(right * right, axis=1)) / HEAD_DIM  # [4]
+            factor = _broadcast(lax.rsqrt(mean + self.norm.epsilon), 0)
+            left, right = left * factor * self.scales[0], right * factor * self.scales[1]
+        return left * self.cos - right * self.sin, right * self.cos + left * self.sin
+
+
+def _broadcast(x: jax.Array, dimension: int) -> jax.Array:
+    """Repeat numbers of rows (0) or of columns (1)."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BLOCK_ROWS, _HALF), [dimension]), _SPREAD)
+
+
+def _finite(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return numbers in a dtype, and 0 for what is not finite there."""
+    rounded = x.astype(dtype).astype(jnp.float32)
+    return jnp.where(jnp.abs(rounded) < jnp.inf, rounded, 0.0)
+
+
+def _put(target: Any, halves: Halves) -> None:
+    """Store a head of some rows, [4, H]."""
+    for i, half in enumerate(halves):
+        store(target.at[:, pl.ds(i * _HALF, _HALF)], half.astype(target.dtype))

@@ -1,0 +1,47 @@
+"""The kernel between the product for queries, keys and values and attention: interpreted, lowered, and on a GPU."""
+
+import re
+from functools import partial
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+from head_calls import check_heads, random_call, sizes_of
+
+from pallas_kernels.hopper.head_rows import HeadSizes, Norm, split_heads
+
+PLAIN, PLUS_ONE = Norm(1e-6, plus_one=False), Norm(1e-3, plus_one=True)
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of JAX 0.10 knows no layouts")
+@pytest.mark.parametrize(("rows", "sizes"), [(6, sizes_of(2, 1, PLUS_ONE)), (4, sizes_of(1, 1, None))], ids=str)
+def test_interpreted_heads_equal_float64_without_races(
+    rows: int, sizes: HeadSizes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pl, "kernel", partial(pl.kernel, interpret=plgpu.InterpretGPUParams(detect_races=True)))
+    split_heads.clear_cache()
+    call = random_call(rows, sizes)
+    check_heads(split_heads(*call, sizes), *call, sizes)
+    split_heads.clear_cache()
+    # Rows that two thread blocks write are the same twice, which the interpreter takes for a race.
+    assert rows % 4 or "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("norm", [PLAIN, None], ids=str)
+def test_heads_are_one_kernel_that_keeps_pages_where_they_are(norm: Norm | None) -> None:
+    sizes = sizes_of(32, 8, norm)
+    call = jax.eval_shape(lambda: random_call(64, sizes))
+    text = split_heads.trace(*call, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert len(re.findall(r"output_operand_alias<", text)) == 2  # keys and values
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("sizes", [sizes_of(32, 8, PLAIN), sizes_of(12, 4, PLUS_ONE), sizes_of(8, 8, None)], ids=str)
+@pytest.mark.parametrize("rows", [4, 17, 64, 511])
+def test_heads_equal_float64(rows: int, sizes: HeadSizes, dtype: jnp.dtype) -> None:
+    call = random_call(rows, sizes, dtype)
+    check_heads(split_heads(*call, sizes), *call, sizes)

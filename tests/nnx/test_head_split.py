@@ -1,0 +1,102 @@
+"""Decoders whose heads one kernel splits: what it is given, and which decoders it serves.
+
+Where there is no GPU, plain operations take the place of the kernel, which has tests of its own.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from codec_jax import Forest, PagePool, Window, make_plan
+from codec_jax.forest import KVPages
+from codec_jax.nnx import Decoder, DecoderConfig, head_split
+from codec_jax.nnx.rope import LinearScaling
+from pallas_kernels.hopper import head_rows
+from pallas_kernels.hopper.head_rows import HeadSizes, Places
+
+CONFIG = DecoderConfig(
+    64, 64, 64, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=128, norm_plus_one=True, qkv_bias=True,
+    windows=(Window(8), None), window_rope_theta=100.0, rope_scaling=LinearScaling(4.0),
+)  # fmt: skip
+HOPPER_GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
+
+
+@pytest.fixture
+def _hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_split.jax, "devices", lambda: [HOPPER_GPU])
+
+
+def split_heads(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> tuple[Any, Any, Any]:
+    """What the kernel does, by means of the pages' own writing."""
+    heads = columns.reshape(len(columns), sizes.num_heads, sizes.head_dim)
+    query, key, value = jnp.split(heads, [sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads], axis=1)
+
+    def turned(x: Any, stored: Any) -> Any:
+        assert sizes.norm is not None
+        x = x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + sizes.norm.epsilon)
+        left, right = jnp.split(x * sizes.norm.factors(stored)[None, None], 2, axis=2)
+        cos, sin = places.cos[:, None], places.sin[:, None]
+        return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=2)
+
+    pages = KVPages(places.key_pages, places.value_pages)
+    pages = pages.write(places.slots[:, None], turned(key, scales[1])[:, None], value[:, None])
+    return turned(query, scales[0]), pages.key, pages.value
+
+
+def test_a_decoder_gives_the_same_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*given: Any) -> Any:
+        calls.append(1)
+        return split_heads(*given)
+
+    monkeypatch.setattr(head_rows, "split_heads", counted)
+    # The kernel takes no float32, in which nothing but a mistake makes a difference.
+    model = Decoder(replace(CONFIG, dtype=jnp.float32, param_dtype=jnp.float32), nnx.Rngs(0))
+    forest = Forest.from_nodes([-1] + [0] * 5, [30, *range(1, 6)], list(range(1, 6)))
+    forest, _ = forest.reserve(PagePool.create(16, forest.used_pages), 1)
+    heads = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 128}
+    plans = tuple(make_plan(forest, window=window, **heads) for window in CONFIG.windows_used)
+    draw = iter(jax.random.split(jax.random.key(0), 100))
+    cache = jax.tree.map(lambda x: jax.random.normal(next(draw), x.shape, x.dtype), model.new_cache(16, 16))
+    tokens, store = np.arange(5)[:, None], np.asarray([[True]] * 4 + [[False]])
+
+    def decode(is_served: bool) -> Any:
+        monkeypatch.setattr(head_split, "serves", lambda *_: is_served)
+        step = jax.jit(lambda *rest: model.decode(tokens, *rest, store=store, implementation="xla"))
+        return step(cache, forest.extend(), plans)
+
+    wanted, made = decode(False), decode(True)
+    assert len(calls) == 2
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5), wanted, made)
+
+
+@pytest.mark.usefixtures("_hopper_gpu")
+def test_it_serves_what_it_can_and_nothing_on_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert head_split.serves(CONFIG, 16)
+    assert head_split.serves(replace(CONFIG, dtype=jnp.float16, qk_norm=False), 511)
+    for rows in (3, 512):
+        assert not head_split.serves(CONFIG, rows)
+    for changes in (
+        {"dtype": jnp.float32}, {"head_dim": 64}, {"qk_norm_over": "projection"}, {"kv_dtype": jnp.float8_e4m3fn}
+    ):  # fmt: skip
+        assert not head_split.serves(replace(CONFIG, **changes), 16), changes
+
+    inside = []
+    mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()[:1]), ("tensor",))
+    spec = jax.sharding.PartitionSpec()
+
+    def look(x: jax.Array) -> jax.Array:
+        inside.append(head_split.serves(CONFIG, 16))
+        return x
+
+    jax.jit(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec))(np.ones(1))
+    assert inside == [False]
+    monkeypatch.setattr(head_split.jax, "devices", jax.local_devices)
+    assert not head_split.serves(CONFIG, 16)
