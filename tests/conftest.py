@@ -3,7 +3,6 @@
 import gc
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 
@@ -13,12 +12,6 @@ os.environ["PJRT_NPROC"] = "8"
 # Workers share the machine: without these, each takes most of a GPU's memory, and all cores for its float64 references.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
-# Many tests, and processes that they start, compile the same programs: what one has compiled, the others load.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _compiled = tempfile.TemporaryDirectory(prefix="compiled_for_tests_")  # workers find it in their environment
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Most programs run once or twice, and on a CPU making machine code of them at full effort takes longer than it saves.
 if shutil.which("nvidia-smi") is None:
     flags = ["--xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
