@@ -7,6 +7,8 @@ segment ends. Each page is gathered once per row tile and kv head, however many 
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,6 +27,8 @@ def why_not(heads: Heads, device: jax.Device, scores: Scores | None = None, plan
     """It serves everything."""
 
 
+# A step calls it in every layer: a jitted function is traced once for all.
+@partial(jax.jit, static_argnames="scores")
 def attend(call: Call, scores: Scores) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """Run the plan's segments and merge them, as `Family.attend` promises."""
     plan, done = call.plan, _segments(call, scores)
@@ -70,7 +74,7 @@ def _segments(call: Call, scores: Scores) -> Partial:
         values = keys[..., :value_dim]
         if call.value_pages is not None:
             values = call.value_pages[pages.page_id, :, head[:, None]]
-        partial = pac(
+        of_block = pac(
             tiles[tile, head[:, None]].reshape(*rows, head_dim),
             keys.reshape(num_ctas, -1, head_dim),  # [C, S, H]
             values.reshape(num_ctas, -1, value_dim),
@@ -84,7 +88,7 @@ def _segments(call: Call, scores: Scores) -> Partial:
             scores.scale,
             scores.softcap,
         )
-        running = por(running, partial)
+        running = por(running, of_block)
         # Where a segment ends, its partials are stored and the lane starts afresh with the next one.
         ends = block + 1 == fields.end
         target = jnp.where((working & ends)[:, None], partials, plan.num_partials)  # [C, L]

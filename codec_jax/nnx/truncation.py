@@ -5,8 +5,10 @@ probability. Two bits of it are found in a pass over the vocabulary. XLA cannot 
 the host would have to wait for the device in every step that holds one.
 """
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -58,6 +60,8 @@ def truncate(
     return jnp.where(kept & (shifted >= jnp.log(min_p)), scores, -jnp.inf)
 
 
+# It is asked for several times: a jitted function is traced once for all.
+@partial(jax.jit, static_argnames="bits")
 def _greatest_bound(
     keys: UInt32[Array, "B V"], weights: Float[Array, "B V"], wanted: Float[Array, "B 1"], bits: int
 ) -> UInt32[Array, "B 1"]:
