@@ -41,7 +41,7 @@ def test_heads_are_one_kernel_that_keeps_pages_where_they_are(norm: Norm | None)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("sizes", [sizes_of(32, 8, PLAIN), sizes_of(12, 4, PLUS_ONE), sizes_of(8, 8, None)], ids=str)
-@pytest.mark.parametrize("rows", [4, 17, 64, 511])
+@pytest.mark.parametrize("rows", [4, 17, 64, 511, 512, 2055])
 def test_heads_equal_float64(rows: int, sizes: HeadSizes, dtype: jnp.dtype) -> None:
     call = random_call(rows, sizes, dtype)
     check_heads(split_heads(*call, sizes), *call, sizes)
