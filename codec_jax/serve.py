@@ -34,7 +34,8 @@ from typing import Any
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import INVARIANT_HELP, Engine
-from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_that_fit
+from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_that_fit, window_pages
+from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.replicas import PARALLEL_HELP, Serving, device_groups, replicated
 from codec_jax.nnx.request import Update
 from codec_jax.serve_api import Answer, Refused, Served, read_call, refusal
@@ -126,17 +127,23 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     kv_dtype = KV_DTYPES.get(arguments.kv_dtype)
     models = [checkpoint.load(arguments.dtype, kv_dtype=kv_dtype, mesh=mesh, progress=True) for mesh in groups]
     config = models[0].config
-    memory = {"gib": arguments.kv_cache_gib, "max_requests": 1 if arguments.invariant else arguments.max_requests}
+    sizes = {"max_requests": arguments.max_requests, "prefill_tokens": arguments.prefill_tokens}
+    memory = {"gib": arguments.kv_cache_gib, "max_requests": 1}
+    if not arguments.invariant:
+        parallel = Parallel.of(groups[0])
+        memory |= {
+            "max_requests": arguments.max_requests,
+            "windowed": window_pages(config, parallel, PAGE_SIZE, **sizes),
+        }
     num_pages = min(pages_that_fit(config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
     engine = replicated(
         [
             Engine(
                 model,
-                max_requests=arguments.max_requests,
+                **sizes,
                 num_pages=num_pages,
                 page_size=PAGE_SIZE,
                 max_context=arguments.max_context or min(checkpoint.max_context, num_pages * PAGE_SIZE),
-                prefill_tokens=arguments.prefill_tokens,
                 room=1.0 if arguments.invariant else ROOM,
                 tokenizer=checkpoint.tokenizer,
                 invariant=arguments.invariant,

@@ -11,6 +11,7 @@ from codec_jax.forest.prefix_cache import PrefixCache
 from codec_jax.forest.token_slots import NO_SLOT
 from codec_jax.forest.token_tree import Match
 from codec_jax.forest.tree import FREE, NO_NODE, ROOT, Tree
+from codec_jax.forest.window_pages import WindowPages
 
 __all__ = [
     "FREE",
@@ -31,5 +32,6 @@ __all__ = [
     "PrefixCache",
     "Quantisation",
     "Tree",
+    "WindowPages",
     "finite",
 ]

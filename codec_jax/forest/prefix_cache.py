@@ -25,6 +25,7 @@ from codec_jax.forest.forest import Forest
 from codec_jax.forest.pages import PagePool
 from codec_jax.forest.token_tree import Match, TokenTree
 from codec_jax.forest.tree import FREE, NO_NODE, Tree, check_in_use, check_slots
+from codec_jax.forest.window_pages import Reach, WindowPages
 
 #: In the place of a token that no list shares.
 _UNSHARED = -1
@@ -52,10 +53,18 @@ class PrefixCache:
     pins: Int[np.ndarray, " num_pages"]  # how often the page is pinned
     clock: int  # calls of `retire`
     invariant: bool = False
+    windows: WindowPages | None = None  # the pages that layers with windows keep, if these are fewer
 
     @classmethod
     def create(
-        cls, num_pages: int, page_size: int, request_capacity: int, *, devices: int = 1, invariant: bool = False
+        cls,
+        num_pages: int,
+        page_size: int,
+        request_capacity: int,
+        *,
+        devices: int = 1,
+        invariant: bool = False,
+        windows: WindowPages | None = None,
     ) -> PrefixCache:
         """Make an empty cache.
 
@@ -66,21 +75,37 @@ class PrefixCache:
           devices: that the pages are spread over, along the context axis of a mesh.
           invariant: share nothing but whole pages of what was given to `add`. Where a list's tokens stand in its pages,
             and whether they were computed as a prompt is, then does not depend on other lists.
+          windows: places of this pool's pages, for layers with windows that have arrays of fewer pages.
 
-        Raises ValueError for numbers that are not positive, more token slots than int32 numbers, or a number of pages
-        that `devices` does not divide.
+        Raises ValueError for numbers that are not positive, more token slots than int32 numbers, a number of pages
+        that `devices` does not divide, or places of another pool.
 
         >>> PrefixCache.create(num_pages=64, page_size=16, request_capacity=4).available
         64
         """
         size = checks.page_size(page_size)
         check_slots(checks.integer("num_pages", num_pages), size)
+        if windows is not None and len(windows.place) != num_pages:
+            raise ValueError(f"windows: expected places of {num_pages} pages, got those of {len(windows.place)}")
         leaf = np.full(checks.integer("request_capacity", request_capacity), NO_NODE)
         nothing = np.zeros(2, np.int64)  # ROOT and FREE must be indices of nodes, whatever is looked up there
         tree = Tree(np.full(2, FREE), nothing, nothing, np.zeros(0, np.int64), leaf, size)
         of_pages = np.zeros(num_pages, np.int64)
         pool, tokens = PagePool.create(num_pages, devices=devices), np.zeros((num_pages, size), np.int32)
-        return cls(tree, pool, tokens, of_pages, of_pages, of_pages, 0, invariant)
+        return cls(tree, pool, tokens, of_pages, of_pages, of_pages, 0, invariant, windows)
+
+    def emptied(self) -> PrefixCache:
+        """Return an empty cache of the same sizes.
+
+        >>> cache, _ = PrefixCache.create(num_pages=64, page_size=16, request_capacity=1).add([range(100)])
+        >>> cache.emptied().pool.num_free
+        64
+        """
+        windows = None if self.windows is None else self.windows.emptied()
+        return PrefixCache.create(
+            self.pool.num_pages, self.tree.page_size, len(self.tree.leaf),
+            devices=self.pool.devices, invariant=self.invariant, windows=windows,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ what there is
 
@@ -142,18 +167,20 @@ class PrefixCache:
         """
         return np.cumsum(self.tree.length[self._path(request)])
 
-    def match(self, tokens: Integers, growing: Integers = ()) -> Match:
+    def match(self, tokens: Integers, growing: Integers = (), most: int | None = None) -> Match:
         """Find the longest prefix of a list that `add` would share.
 
         Nodes are shared in whole pages, so that requests part without copying. What follows a node that matches in
         full may match further below; a match that ends elsewhere counts down to the last whole page of its node. One
         that ends at the end of a node counts in full if at most one token of the list is left: samples of one prompt
         share all of it, and who goes on with a finished request has nothing to compute again. Of an invariant cache
-        whole pages count only. Tokens match whether their K and V are there or still to be computed.
+        whole pages count only. Tokens match whether their K and V are there or still to be computed. Where layers with
+        windows keep some pages only, a match ends where they have all that the next token sees.
 
         Args:
           tokens: token ids.
           growing: requests that are being decoded; nobody may share a page in which they write.
+          most: the longest match to look for; defaults to the whole list.
 
         Returns the node where the match ends, or -1, the tokens of the match in that node, and in all. Raises
         ValueError for what is no list of tokens, or requests that are not in use.
@@ -162,9 +189,9 @@ class PrefixCache:
         >>> cache.match([*range(50), 7]), cache.match([*range(100), 7])
         (Match(node=0, offset=48, length=48), Match(node=0, offset=100, length=100))
         """
-        return self._content.match(_tokens("tokens", tokens), self._leaves(growing))
+        return self._content.match(_tokens("tokens", tokens), self._leaves(growing), most)
 
-    def needed(self, tokens: Integers, growth: int = 0, growing: Integers = ()) -> int:
+    def needed(self, tokens: Integers, growth: int = 0, growing: Integers = (), most: int | None = None) -> int:
         """Count the pages that a list would take from `available`, and what it generates too.
 
         That is: pages for what is not there yet and for the growth, cached pages that it would begin to read, and one
@@ -174,7 +201,7 @@ class PrefixCache:
         Args:
           tokens: what `add` would be given.
           growth: tokens that `reserve` would make room for afterwards.
-          growing: as in `match`.
+          growing, most: as in `match`.
 
         Raises ValueError for what is no list of tokens, a negative growth, or requests that are not in use.
 
@@ -183,7 +210,7 @@ class PrefixCache:
         2
         """
         wanted, size = _tokens("tokens", tokens), self.tree.page_size
-        node, offset, length = self._content.match(wanted, self._leaves(growing))
+        node, offset, length = self._content.match(wanted, self._leaves(growing), most)
         new = -(-(len(wanted) - length + checks.integer("growth", growth, 0)) // size)
         path = edits.path_to(self.tree.parent, node)
         entries = [np.arange(self.tree.page_count[above]) + self._first[above] for above in path]
@@ -204,7 +231,7 @@ class PrefixCache:
     # ------------------------------------------------------------------ requests come, grow and leave
 
     def add(
-        self, token_lists: Sequence[Integers], growing: Integers = ()
+        self, token_lists: Sequence[Integers], growing: Integers = (), most: int | None = None
     ) -> tuple[PrefixCache, Int[np.ndarray, " lists"]]:
         """Add one request for each list; it shares what `match` finds, and a new node holds the rest.
 
@@ -214,6 +241,7 @@ class PrefixCache:
           token_lists: token ids, none of them negative, for each request; an empty list has a node of its own.
           growing: requests that have room reserved in which a step writes now, to be given to `append` later. Nobody
             shares the page where they go on; a leaf of others may be shared, and then takes nothing before `reserve`.
+          most: tokens that a list may share; defaults to all that match.
 
         Returns the cache and the request slots, lowest first. Raises ValueError for a negative token or
         growing requests that are not in use, OutOfSlotsError or OutOfPagesError if there is no room.
@@ -232,7 +260,7 @@ class PrefixCache:
             )
         grown, leaf = self._with(lists), self.tree.leaf.copy()
         closed = self._leaves(growing)
-        leaf[requests] = [grown.add(given, closed) for given in lists]
+        leaf[requests] = [grown.add(given, closed, most) for given in lists]
         # What the lists share is read by now, so it is not evicted.
         cache = replace(self, tree=grown.tree(leaf))._with_free(grown.new_pages)
         pool, fresh = cache.pool.allocate_on(_homes_of_placeholders(cache.tree, cache.pool))
@@ -475,6 +503,54 @@ class PrefixCache:
         checks.each("pages", ids, inside & (pins <= self.pins)[np.where(inside, ids, 0)], "pages that are pinned")
         return replace(self, pins=self.pins - pins)
 
+    # ------------------------------------------------------------------ layers with windows
+
+    def seen(self, request: int, begin: int, end: int | None = None) -> Int[np.ndarray, " pages"]:
+        """Return the pages that layers with windows need while a request goes on.
+
+        Args:
+          request: the request slot.
+          begin: the position of the next token.
+          end: the position up to which tokens are stored; defaults to all that there is room for.
+
+        Raises ValueError if it is not in use, or all layers keep every page.
+
+        >>> from codec_jax import Window
+        >>> from codec_jax.forest import WindowPages
+        >>> windows = WindowPages.create(num_pages=64, capacity=16, windows=[Window(40)])
+        >>> cache, _ = PrefixCache.create(64, 16, 4, windows=windows).add([range(100)])
+        >>> cache.seen(0, 64).tolist(), cache.seen(0, 64, 80).tolist()
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4])
+        """
+        if self.windows is None:
+            raise ValueError("windows: expected a cache with pages of layers with windows, got one without")
+        tree, path, size = self.tree, self._path(request), self.tree.page_size
+        length, first = tree.length[path], int(self.windows.first_positions([begin])[0])
+        start = np.cumsum(length) - length
+        low = np.clip(first - start, 0, None) // size
+        high = tree.page_count[path]
+        if end is not None:
+            high = np.minimum(high, -(-np.clip(end - start, 0, None) // size))
+        which, nth = expand(np.clip(high - low, 0, None))
+        return tree.page_ids[self._first[path][which] + low[which] + nth]
+
+    def keep(self, pages: Int[np.ndarray, " seen"]) -> PrefixCache:
+        """Give pages places in layers with windows; others leave as theirs are needed, pinned ones last.
+
+        Args:
+          pages: all that is seen in the next step, from `seen`.
+
+        Raises OutOfPagesError if these layers have too few.
+
+        >>> from codec_jax import Window
+        >>> from codec_jax.forest import WindowPages
+        >>> windows = WindowPages.create(num_pages=64, capacity=16, windows=[Window(40)])
+        >>> cache, _ = PrefixCache.create(64, 16, 4, windows=windows).add([range(100)])
+        >>> cache.keep(cache.seen(0, 64)).windows.place[:8].tolist()
+        [-1, 0, 1, 2, 3, 4, 5, -1]
+        """
+        return self if self.windows is None else replace(self, windows=self.windows.keep(pages, self.pins > 0))
+
     # ------------------------------------------------------------------ forests for the device
 
     def view(self, requests: Integers, *, node_capacity: int | None = None, page_capacity: int | None = None) -> Forest:
@@ -538,7 +614,8 @@ class PrefixCache:
         return self._with()
 
     def _with(self, lists: Sequence[Int[np.ndarray, " tokens"]] = ()) -> TokenTree:
-        return TokenTree(self.tree, self.tokens, lists, whole_pages=self.invariant)
+        reach = None if self.windows is None else Reach(self.windows, self.computed)
+        return TokenTree(self.tree, self.tokens, lists, whole_pages=self.invariant, reach=reach)
 
     @cached_property
     def _order(self) -> Order:
@@ -588,7 +665,8 @@ class PrefixCache:
         """Give the nodes of a changed tree so many pages, and free those that are empty."""
         tree, pool = edits.resized(tree, page_count, self.pool)
         computed = np.where(pool.owners > 0, self.computed, 0)
-        return replace(self, tree=edits.without_empty(tree), pool=pool, computed=computed)
+        windows = None if self.windows is None else self.windows.without(pool.owners == 0)
+        return replace(self, tree=edits.without_empty(tree), pool=pool, computed=computed, windows=windows)
 
     def _with_free(self, pages: int) -> PrefixCache:
         """Evict until so many pages are free."""

@@ -6,9 +6,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from codec_jax.forest.edits import first_pages, pages_of_runs
+from codec_jax.arrays import expand
+from codec_jax.forest.edits import first_pages, pages_of_runs, path_to
 from codec_jax.forest.radix_tree import common_prefix
 from codec_jax.forest.tree import FREE, ROOT, Tree
+from codec_jax.forest.window_pages import Reach
 
 
 class Match(NamedTuple):
@@ -32,13 +34,17 @@ class TokenTree:
         token_lists: Sequence[Int[np.ndarray, " tokens"]] = (),
         *,
         whole_pages: bool = False,
+        reach: Reach | None = None,
     ) -> None:
-        """Take copies with room for the token lists, of which no more than whole pages are shared if so wished."""
+        """Take copies with room for the token lists, of which no more than whole pages are shared if so wished.
+
+        With layers that keep some pages only, `reach` says where lists may go on.
+        """
         pages = sum(-(-len(given) // tree.page_size) for given in token_lists)
         free = np.flatnonzero(tree.parent == FREE)
         more = max(2 * len(token_lists) - len(free), 0)
         self.page_size, self.num_pages, self.new_pages = tree.page_size, len(tokens), 0
-        self._whole_pages = whole_pages
+        self._whole_pages, self._reach = whole_pages, reach
         self.tokens = np.concatenate([tokens, np.empty((pages, tree.page_size), tokens.dtype)]) if pages else tokens
         self._page_ids = np.concatenate([tree.page_ids, len(tokens) + np.arange(pages)])
         self._parent = np.concatenate([tree.parent, np.full(more, FREE)])
@@ -51,9 +57,11 @@ class TokenTree:
         self._sorted_parent = tree.parent[self._by_parent]
         self._changed: dict[int, np.ndarray] = {}  # children of nodes that have changed
 
-    def match(self, tokens: Int[np.ndarray, " tokens"], growing: Collection[int] = ()) -> Match:
+    def match(
+        self, tokens: Int[np.ndarray, " tokens"], growing: Collection[int] = (), most: int | None = None
+    ) -> Match:
         """Return the longest usable prefix; `PrefixCache.match` says which are usable beside leaves that grow."""
-        best, found = Match(ROOT, 0, 0), [(ROOT, 0)]
+        found, matches = [(ROOT, 0)], []
         while found:
             node, at = found.pop()
             for child, common in self._common(node, tokens, at):
@@ -62,13 +70,18 @@ class TokenTree:
                     found.append((child, at + common))
                 at_end = whole and len(tokens) - at - common <= 1 and child not in growing
                 offset = common if at_end else common // self.page_size * self.page_size
-                if offset and at + offset > best.length:
-                    best = Match(child, offset, at + offset)
+                if offset:
+                    matches.append(Match(child, offset, at + offset))
+        best = Match(ROOT, 0, 0)
+        for match in sorted(matches, key=lambda each: each.length, reverse=True):
+            if match.length <= best.length:
+                break
+            best = max(best, self._shortened(match, most), key=lambda each: each.length)
         return best
 
-    def add(self, tokens: Int[np.ndarray, " tokens"], growing: Collection[int]) -> int:
+    def add(self, tokens: Int[np.ndarray, " tokens"], growing: Collection[int], most: int | None = None) -> int:
         """Return the node at which a list ends, now that it is in the tree."""
-        node, offset, length = self.match(tokens, growing)
+        node, offset, length = self.match(tokens, growing, most)
         # Pages in reserve go with the lower part, so that who writes to them may go on.
         if offset % self.page_size == 0 and offset < self._page_count[node] * self.page_size and node != ROOT:
             node = self._split(node, offset)
@@ -78,6 +91,28 @@ class TokenTree:
         """Return the tree, with requests that end at these nodes."""
         page_ids = pages_of_runs(self._page_ids, self._first, self._page_count)
         return Tree(self._parent, self._length, self._page_count, page_ids, leaf, self.page_size)
+
+    def _shortened(self, match: Match, most: int | None) -> Match:
+        """Return the longest part of a match that is no longer than `most`, and after which a list may go on."""
+        if self._reach is None and (most is None or match.length <= most):
+            return match
+        path = np.asarray(path_to(self._parent, match.node))
+        length = self._length[path]
+        length[-1] = match.offset
+        start = np.cumsum(length) - length
+        which, nth = expand(-(-length // self.page_size))
+        pages = self._page_ids[self._first[path][which] + nth]
+        offset = np.minimum((nth + 1) * self.page_size, length[which])
+        ends = start[which] + offset
+        fits = (offset % self.page_size == 0) | (ends == match.length)
+        if most is not None:
+            fits &= ends <= most
+        if self._reach is not None:
+            fits &= self._reach.goes_on(pages, ends)
+        if not fits.any():
+            return Match(ROOT, 0, 0)
+        last = int(np.flatnonzero(fits)[-1])
+        return Match(int(path[which[last]]), int(offset[last]), int(ends[last]))
 
     def _common(self, node: int, tokens: Int[np.ndarray, " tokens"], at: int) -> Iterator[tuple[int, int]]:
         """Yield the children whose first page the list has from `at` on, and how many tokens of the child it has."""

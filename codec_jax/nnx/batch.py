@@ -54,6 +54,8 @@ class Batch(NamedTuple):
     plan: Plans
     store: Bool[Array, "B T"] | bool = True  # false for tokens that are computed but not stored
     drafts: DraftTrees | None = None
+    # Where layers with windows have each page, -1 for nowhere, if their pages are not those of the pool.
+    places: Int[Array, " num_pages"] | None = None
 
 
 class Rows(NamedTuple):
@@ -129,20 +131,31 @@ def _partial(
     return jax.tree.map(lambda *parts: _join(parts), *partials)
 
 
-def check_plans(plans: Plans, windows: Sequence[Window | None], pages: Pages) -> None:
-    """Raise ValueError unless there is a plan of all pages for each window, or one of latents and one of K and V."""
-    given = all_plans(plans)
+def in_places(slots: Int[Array, "*rows"], places: Int[Array, " num_pages"], page_size: int) -> Int[Array, "*rows"]:
+    """Return the token slots that layers have whose pages are elsewhere; NO_SLOT for those of pages without a place."""
+    page, offset = slots // page_size, slots % page_size
+    place = jnp.asarray(places).at[page].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    return jnp.where(place >= 0, place * page_size + offset, NO_SLOT).astype(jnp.int32)
+
+
+def check_plans(batch: Batch, windows: Sequence[Window | None], pages: Pages) -> None:
+    """Raise ValueError unless there is a plan for each window, or one of latents and one of K and V.
+
+    Plans are of all pages, but those of latents, and those of layers with windows that have some pages only.
+    """
+    given, apart = all_plans(batch.plan), batch.places is not None
     asked = [plan.arrays.window for plan in given]
     both = len(given) > len(windows) and isinstance(pages, LatentPages) and pages.reconstructed is not None
     parts = [asked[: len(windows)], asked[len(windows) :]] if both else [asked]
     if (
         any(len(part) != len(windows) or set(part) != set(windows) for part in parts)
-        or any((plan.subset_pages is None) == both for plan in given)
+        or any((plan.subset_pages is None) == (both or (apart and plan.arrays.window is not None)) for plan in given)
     ):  # fmt: skip
         raise ValueError(
             f"plan: expected {len(windows)} for the windows of the model's layers, {list(windows)}, got {len(given)} "
-            f"for {asked}; make one with each of config.windows_used, and where K and V are kept beside latents two: "
-            "of the rest, and after these of the pages that have them"
+            f"for {asked}; make one with each of config.windows_used, of a subset where layers with windows have some "
+            "pages only, and where K and V are kept beside latents two: of the rest, and after these of the pages that "
+            "have them"
         )
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.forest import DraftTrees, Forest, Pages
-from codec_jax.nnx.batch import Attend, Batch, Plans, attend, check_plans, joined, parted
+from codec_jax.nnx.batch import Attend, Batch, Plans, attend, check_plans, in_places, joined, parted
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.experts import Experts
 from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
@@ -190,14 +190,17 @@ class Decoder(nnx.Module):
         """
         for batch in batches:
             checks.shape("tokens", batch.tokens, B=batch.forest.request_capacity, T=None)
-            check_plans(batch.plan, self.config.windows_used, cache[0])
-        rows = joined(*batches)
+            check_plans(batch, self.config.windows_used, cache[0])
+        rows, places = joined(*batches), batches[0].places
         # Without the barrier XLA looks them up, from leaf to node to page, in every kernel that writes K or V.
-        slots = lax.optimization_barrier(parallel.local_slots(rows.slots, cache[0]))
+        slots = in_window = lax.optimization_barrier(parallel.local_slots(rows.slots, cache[0]))
+        if places is not None:
+            in_window = lax.optimization_barrier(in_places(slots, places, cache[0].key.shape[1]))
         run = partial(attend, batches, implementation, parallel)
         x, written = parallel.embed(self.embed, rows.tokens, self.config.vocab_size), []
-        for block, pages in zip(self.blocks, cache, strict=True):
-            x, pages = block.decode(x, rows.positions, slots, pages, run, parallel)
+        for layer, (block, pages) in enumerate(zip(self.blocks, cache, strict=True)):
+            here = slots if self.config.window_of(layer) is None else in_window
+            x, pages = block.decode(x, rows.positions, here, pages, run, parallel)
             written.append(pages)
         return parted(self.norm(x), batches), tuple(written)
 

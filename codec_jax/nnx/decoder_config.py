@@ -259,6 +259,11 @@ class DecoderConfig:
         used = dict.fromkeys(self.window_of(layer) for layer in range(min(self.num_layers, len(self.windows))))
         return tuple(sorted(used, key=lambda window: window is not None))
 
+    @property
+    def windowed_layers(self) -> int:
+        """How many layers have a window."""
+        return sum(self.window_of(layer) is not None for layer in range(self.num_layers))
+
     def window_of(self, layer: int) -> Window | None:
         """Return how far back a layer sees.
 
@@ -299,16 +304,20 @@ class DecoderConfig:
             return None
         return None if (layer + 1) % mixture.every else mixture
 
-    def new_cache(self, num_pages: int, page_size: int, reconstructed_pages: int = 0) -> tuple[Pages, ...]:
+    def new_cache(
+        self, num_pages: int, page_size: int, reconstructed_pages: int = 0, window_pages: int | None = None
+    ) -> tuple[Pages, ...]:
         """Return empty KV pages for every layer, or latent pages.
 
         Args:
           num_pages: pages of each layer.
           page_size: tokens in a page.
           reconstructed_pages: pages of K and V of every head beside those of latents.
+          window_pages: pages of each layer with a window; defaults to `num_pages`.
         """
-        sizes = num_pages, page_size, reconstructed_pages
-        return tuple(self._new_pages(*sizes, layer) for layer in range(self.num_layers))
+        few = num_pages if window_pages is None else window_pages
+        pages = [num_pages if self.window_of(layer) is None else few for layer in range(self.num_layers)]
+        return tuple(self._new_pages(n, page_size, reconstructed_pages, layer) for layer, n in enumerate(pages))
 
     def _new_pages(self, num_pages: int, page_size: int, reconstructed_pages: int, layer: int) -> Pages:
         if self.latent is not None:

@@ -72,11 +72,12 @@ class Device:
         same = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
         self._set_history = jax.jit(History.set_row, donate_argnums=0, out_shardings=same)
         self._page_size, self._reconstructed_pages = page_size, reconstructed_pages
+        self._window_pages = None if cache.windows is None else cache.windows.capacity
         self._options: tuple[tuple[int | None, ...], RowOptions] | None = None
         self._allocate()
 
     def _allocate(self) -> None:
-        sizes = self._num_pages, self._page_size, self._reconstructed_pages
+        sizes = self._num_pages, self._page_size, self._reconstructed_pages, self._window_pages
         self._pages = new_pages(self._config, self._model.mesh, *sizes)
         self.copies = self._intervals.no_copies  # K and V that are kept beside latents
         carried = Carried(
@@ -161,9 +162,10 @@ class Device:
         rows = [running.row for running in step.drawing]
         forest = cache.view(rows, node_capacity=_nodes(self._rows), page_capacity=self._num_pages)
         written = np.zeros(0, int) if chunks is None else chunks.forest.slots(self._chunk_tokens)[chunks.store]
-        planned = self._intervals.plan_decoding(forest, self._blocks, self.copies, written // self._page_size)
-        options = self._row_options(step)
-        return Drawing(forest, np.asarray(behind), planned.plan, allowed, first, options), planned
+        kept = _kept(cache)
+        planned = self._intervals.plan_decoding(forest, self._blocks, self.copies, written // self._page_size, kept)
+        options, places = self._row_options(step), None if kept is None else kept.place
+        return Drawing(forest, np.asarray(behind), planned.plan, allowed, first, options, places), planned
 
     def _chunks(self, step: Step, cache: PrefixCache, size: int, longest: int) -> Chunks:
         """Fill `size` rows with the tokens of chunks; those of the longest one decide how much room the plan has."""
@@ -189,7 +191,7 @@ class Device:
         )
         if room > _MANY_BLOCKS and needed <= room // _SHORT:
             room //= _SHORT
-        return Chunks(forest, self._intervals.plan(forest, width, room), tokens, store, following)
+        return Chunks(forest, self._intervals.plan(forest, width, room, kept=_kept(cache)), tokens, store, following)
 
     def _row_options(self, step: Step) -> RowOptions:
         """Return how each row draws; they stay on the device while the rows are the same."""
@@ -222,6 +224,11 @@ class Device:
     def _set_row(self, row: int, in_prompt: Bool[np.ndarray, " V"], generated: UInt16[np.ndarray, " V"]) -> None:
         history = self._set_history(self._carried.history, np.int32(row), in_prompt, generated)
         self._carried = self._carried._replace(history=history)
+
+
+def _kept(cache: PrefixCache) -> PageSubset | None:
+    """Return the pages that layers with windows have, if these are fewer than all."""
+    return None if cache.windows is None else cache.windows.subset
 
 
 def _nodes(rows: int) -> int:

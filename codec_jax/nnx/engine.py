@@ -22,19 +22,19 @@ from tokenizers import Tokenizer
 from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.attention.backends import check_name
-from codec_jax.forest import PrefixCache
+from codec_jax.forest import PrefixCache, WindowPages
 from codec_jax.nnx import calls
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.device import Device
 from codec_jax.nnx.engine_step import Outcome
 from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.landing import begin, failing_alone, fetch, finish, take_scores, take_tokens, tell
-from codec_jax.nnx.memory import pages_that_fit
+from codec_jax.nnx.memory import pages_that_fit, window_pages
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.prefill import chunk_tokens
 from codec_jax.nnx.request import Request
-from codec_jax.nnx.scheduler import Scheduler, Step
+from codec_jax.nnx.scheduler import PREFILL_TOKENS, STEPS, Scheduler, Step
 from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.stats import Stats, count
 
@@ -86,10 +86,11 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = 16,
         max_context: int | None = None,
-        prefill_tokens: int = 2048,
-        steps: int = 8,
+        prefill_tokens: int = PREFILL_TOKENS,
+        steps: int = STEPS,
         room: float = 1.0,
         reconstructed_pages: int | None = None,
+        windowed_pages: int | None = None,
         tokenizer: Tokenizer | None = None,
         implementation: str | None = None,
         invariant: bool = False,
@@ -113,30 +114,46 @@ class Engine:
           reconstructed_pages: with latent attention, pages of each layer for K and V of every head, which are kept
             beside the latents of prefixes that many requests share. Defaults to a quarter of the memory of `num_pages`
             on a GPU by whose rates `max_requests` can be enough to be worth it, and to none elsewhere.
+          windowed_pages: pages of each layer with a window, where others see everything; 0 for as many as these have.
+            Pages that no request sees any more make room there. Defaults to what requests can see, and as much again
+            for the ends of prefixes that nobody reads. A prefix that is found is used as far as its end is there.
           tokenizer: for prompts given as text, the text of updates, and stop strings.
           implementation: of `forest_attention`.
           invariant: compute every request as if it were alone, to the last bit: with plans of the policy "invariant",
             and steps that either compute prompts or decode, in arrays of always the same shapes. It takes more time.
 
         Raises ValueError for numbers that do not fit together, a mesh that does not divide the model, and what
-        `invariant` does not go with: pages on several devices, or less room than for all that requests may generate.
+        `invariant` does not go with: pages on several devices, fewer pages in some layers than in others, or less room
+        than for all that requests may generate.
         """
         check_name(implementation)
         if not 0.0 <= checks.number("room", room) <= 1.0:
             raise ValueError(f"room: expected a share in [0, 1], got {room}")
         placed = PlacedDecoder.of(model, mesh)
         config, parallel = placed.config, Parallel.of(placed.mesh)
-        if invariant and (room < 1.0 or parallel.context > 1 or reconstructed_pages):
+        if invariant and (room < 1.0 or parallel.context > 1 or reconstructed_pages or windowed_pages):
             raise ValueError(
-                "invariant: expected room = 1, pages on one device and reconstructed_pages = 0 or None, got room = "
-                f'{room}, {parallel.context} along "context" and reconstructed_pages = {reconstructed_pages}: who '
-                "gives way is computed anew otherwise than before, and a sum over devices or forms has parts"
+                "invariant: expected room = 1, pages on one device, and reconstructed_pages and windowed_pages = 0 or "
+                f'None, got room = {room}, {parallel.context} along "context", reconstructed_pages = '
+                f"{reconstructed_pages} and windowed_pages = {windowed_pages}: who gives way is computed anew "
+                "otherwise than before, and so is the end of a prefix; a sum over devices or forms has parts"
             )
         rows, kept = checks.integer("max_requests", max_requests), 0 if invariant else reconstructed_pages
+        given = 0 if invariant else windowed_pages
+        windowed = window_pages(
+            config, parallel, page_size,
+            max_requests=rows, prefill_tokens=prefill_tokens, steps=steps, given=given,
+        )  # fmt: skip
         if num_pages is None:
-            num_pages = pages_that_fit(config, page_size, mesh=placed.mesh, max_requests=rows if kept is None else 1)
+            sharing = rows if kept is None else 1
+            num_pages = pages_that_fit(config, page_size, mesh=placed.mesh, max_requests=sharing, windowed=windowed)
         reconstructed = pages_to_keep(config, parallel, rows, num_pages, kept)
-        cache = PrefixCache.create(num_pages, page_size, rows, devices=parallel.context, invariant=invariant)
+        windows = None
+        if 0 < windowed < num_pages:
+            windows = WindowPages.create(num_pages, windowed, [x for x in config.windows_used if x is not None])
+        cache = PrefixCache.create(
+            num_pages, page_size, rows, devices=parallel.context, invariant=invariant, windows=windows
+        )
         self.config, self.tokenizer = config, tokenizer
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         self._page_size = page_size

@@ -46,6 +46,7 @@ class Drawing(NamedTuple):
     allowed: Int[HostOrDevice, " B"]  # tokens that each request may draw
     first: Int[HostOrDevice, " B"]  # the token that a request begins with, -1 for those that go on
     options: RowOptions
+    places: Int[HostOrDevice, " num_pages"] | None  # of each page in layers with windows, if they have fewer
 
 
 class Chunks(NamedTuple):
@@ -93,9 +94,9 @@ def run_step(
         forest, cache, token, left, stopped, history, outcome = carry
         active = left > 0
         forest = forest.extend(active.astype(jnp.int32))
-        batches = [Batch(token[:, None], forest, drawing.plan, active[:, None])]
+        batches = [Batch(token[:, None], forest, drawing.plan, active[:, None], places=drawing.places)]
         if chunks is not None:
-            batches.append(Batch(chunks.tokens, chunks.forest, chunks.plan, chunks.store))
+            batches.append(Batch(chunks.tokens, chunks.forest, chunks.plan, chunks.store, places=drawing.places))
         hidden, cache = model.decode_together(batches, cache, implementation=implementation, parallel=parallel)
         new = draw(model.logits(hidden[0][:, 0], parallel), drawing.options, history, forest.request_length)
         history = history.add(new.token, active)

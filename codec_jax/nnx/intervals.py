@@ -128,31 +128,44 @@ class Intervals:
         block_capacity: int,
         copies: PageCopies,
         written: Int[np.ndarray, " pages"] = _NO_PAGES,
+        kept: PageSubset | None = None,
     ) -> Planned:
         """Plan one-token steps, and which K and V are read in the place of latents; beside them pages are written."""
         if not self._reconstructed_pages:
-            return Planned(self.plan(forest, 1, block_capacity), copies, _NO_PAGES, _NO_PAGES)
+            return Planned(self.plan(forest, 1, block_capacity, kept=kept), copies, _NO_PAGES, _NO_PAGES)
         written = np.concatenate([growing_pages(forest), written])
         copies, subset, pages, places = copies.follow(self._forms.worth_reconstructing(forest), written)
         read = subset if (subset.place >= 0).any() else None
         return Planned(self.plan(forest, 1, block_capacity, read), copies, pages, places)
 
     def plan(
-        self, forest: Forest, query_tokens: int, block_capacity: int | None, by_heads: PageSubset | None = None
+        self,
+        forest: Forest,
+        query_tokens: int,
+        block_capacity: int | None,
+        by_heads: PageSubset | None = None,
+        kept: PageSubset | None = None,
     ) -> Plans:
         """Plan attention of the model's heads over a forest: a plan for each of its windows.
 
-        Of some pages K and V of every head may be read in the place of their latents, by further plans.
+        Of some pages K and V of every head may be read in the place of their latents, by further plans. Layers with
+        windows may have the pages that are seen only, `kept`.
         """
         rest = None if by_heads is None else by_heads.rest
-        plans = self._plans(self._cut, forest, query_tokens, block_capacity, rest)
+        plans = self._plans(self._cut, forest, query_tokens, block_capacity, rest, kept)
         if by_heads is not None:
             most = self._cut_by_heads.blocks(forest.request_capacity, by_heads.capacity, self._page_size)
-            plans += self._plans(self._cut_by_heads, forest, query_tokens, most, by_heads)
+            plans += self._plans(self._cut_by_heads, forest, query_tokens, most, by_heads, None)
         return plans if len(plans) > 1 else plans[0]
 
     def _plans(
-        self, cut: _Cut, forest: Forest, query_tokens: int, block_capacity: int | None, subset: PageSubset | None
+        self,
+        cut: _Cut,
+        forest: Forest,
+        query_tokens: int,
+        block_capacity: int | None,
+        subset: PageSubset | None,
+        kept: PageSubset | None,
     ) -> tuple[Plan, ...]:
         return tuple(
             make_plan(
@@ -169,7 +182,7 @@ class Intervals:
                 segment_capacity=self._segment_capacity(forest.request_capacity, query_tokens),
                 policy=self._policy,
                 homes=self._homes,
-                subset=subset,
+                subset=subset if window is None or kept is None else kept,
             )
             for window in self._windows
         )

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from codec_jax import checks
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.kept import SHARE, pays
 from codec_jax.nnx.parallel import Parallel
+from codec_jax.nnx.prefill import MAX_CHUNK_TOKENS
+from codec_jax.nnx.scheduler import PREFILL_TOKENS, STEPS
 
 #: Of the memory that is free, what KV pages may take; the rest is for activations.
 KV_SHARE = 0.8
@@ -24,6 +27,57 @@ KV_CACHE_HELP = (
 )
 
 
+def window_pages(
+    config: DecoderConfig,
+    parallel: Parallel,
+    page_size: int,
+    *,
+    max_requests: int,
+    prefill_tokens: int = PREFILL_TOKENS,
+    steps: int = STEPS,
+    given: int | None = None,
+) -> int:
+    """Return the pages that an engine's layers with windows are to have, 0 for as many as the others.
+
+    Args:
+      config: of the decoder.
+      parallel: devices that divide it.
+      page_size: tokens in a page.
+      max_requests, prefill_tokens, steps: as in `Engine`.
+      given: pages that are asked for. Defaults to what twice as many requests can see, where some layers see
+        everything and others do not: half of it is left for prefixes that nobody reads.
+
+    Raises ValueError for less than a single request may need, or pages of a model that cannot have them.
+
+    >>> from codec_jax import Window
+    >>> from codec_jax.nnx.memory import window_pages
+    >>> from codec_jax.nnx.parallel import ALONE
+    >>> config = DecoderConfig(64, 32, 64, 4, 4, 2, 16, windows=(Window(512), None))
+    >>> window_pages(config, ALONE, 16, max_requests=64)
+    5120
+    """
+    windows = [window.tokens for window in config.windows_used if window is not None]
+    if not windows or config.windows_used[0] is not None or config.latent is not None or parallel.context > 1:
+        if given:
+            raise ValueError(
+                "window_pages: expected 0 or None for a model without layers of both kinds, with latent attention, or "
+                f'on several devices along "context", got {given}'
+            )
+        return 0
+    # A window begins and ends inside of pages, and a request may just have got a node of its own to grow in. Chunks end
+    # where nodes do, inside of pages.
+    of_request = -(-max(windows) // page_size) + 4 + 2 * -(-steps // page_size)
+    of_chunks = 2 * -(-max(prefill_tokens, 2 * page_size, MAX_CHUNK_TOKENS) // page_size)
+    if given is None:
+        return 2 * max_requests * of_request + of_chunks
+    if 0 < checks.integer("window_pages", given, 0) < (least := of_request + of_chunks):
+        raise ValueError(
+            f"window_pages: expected at least {least}, what a request and the chunks of a step may see, got {given}; "
+            "compute fewer prefill_tokens in a step, or make it larger"
+        )
+    return given
+
+
 def pages_that_fit(
     config: DecoderConfig,
     page_size: int,
@@ -32,6 +86,7 @@ def pages_that_fit(
     weights_to_come: int = 0,
     mesh: Mesh | None = None,
     max_requests: int = 1,
+    windowed: int = 0,
 ) -> int:
     """Return the KV pages of all layers that there is memory for.
 
@@ -43,6 +98,7 @@ def pages_that_fit(
       mesh: devices that divide weights and pages; `gib` is then of each, and the one with the least memory counts.
       max_requests: that decode at a time. Where so many make it worth keeping K and V beside latents, there is to be
         memory for these, too.
+      windowed: pages of each layer with a window, by `window_pages`, where they are to have fewer than the others.
 
     Raises ValueError for a mesh of several processes without `gib`: they may not have the same memory left.
 
@@ -63,4 +119,8 @@ def pages_that_fit(
     page = page_size * config.kv_token_bytes * num_kv_heads // config.num_kv_heads
     if pays(config, parallel, max_requests):
         page = int(page * (1 + SHARE))
-    return max(0, int(gib * 2**30 // page)) * parallel.context
+    pages = max(0, int(gib * 2**30 // page))
+    if windowed and pages > windowed:
+        in_windows = page * config.windowed_layers // config.num_layers
+        pages = int((gib * 2**30 - windowed * in_windows) // (page - in_windows))
+    return pages * parallel.context

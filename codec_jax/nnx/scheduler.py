@@ -7,6 +7,7 @@
     decoding   all others add up to `steps` tokens, one beside chunks; with an invariant cache none beside chunks
     giving way when pages run short, the request that entered last leaves and goes back to the head of the queue; what
                it had stays in the cache as long as there is room
+    windows    layers with windows keep, for each step, what those inside see then, if they have fewer pages
 
 A step is scheduled before it is known how the one before ended: `flying` tokens of a request may come or not.
 """
@@ -20,10 +21,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from codec_jax.errors import LogitsError, OutOfPagesError
 from codec_jax.forest import PrefixCache
 from codec_jax.nnx.request import Request
+
+#: An engine's defaults: tokens that a request draws in a step without chunks, and tokens of the chunks of a step.
+STEPS, PREFILL_TOKENS = 8, 2048
 
 
 @dataclass(eq=False)
@@ -92,10 +97,12 @@ class Scheduler:
         """Return the next step; None if there is nothing to do before the one in flight has landed."""
         self._leave([running for running in self.running if running.request.finished])
         self._enter()
+        self._fit_windows()
         # A step with chunks is another program, and whether there are any is up to others.
         waits = self.cache.invariant and any(map(self._needs_chunks, self.running))
         drawing = {} if waits else self._draw()
         pieces = self._compute()
+        self._keep_seen(pieces)
         finishing = [x for x in self.running if not (x.left or x.flying or self._needs_chunks(x))]
         if not (pieces or drawing or finishing):
             return None
@@ -139,10 +146,7 @@ class Scheduler:
         requests = dict.fromkeys([*(running.request for running in self.running), *self.queue])
         self.queue = deque(request for request in requests if not request.finished)
         self.running = []
-        pool, tree, invariant = self.cache.pool, self.cache.tree, self.cache.invariant
-        self.cache = PrefixCache.create(
-            pool.num_pages, tree.page_size, len(tree.leaf), devices=pool.devices, invariant=invariant
-        )
+        self.cache = self.cache.emptied()
 
     # ------------------------------------------------------------------ inside or not
 
@@ -158,26 +162,27 @@ class Scheduler:
                 left = params.max_tokens - len(request.tokens)
                 wanted = len(context) - (left > 0)
                 growing = [running.row for running in self.running if running.flying]
-                needed = self.cache.needed(context[:wanted], math.ceil(left * self._room), growing)
+                scored, score_end, most = len(context), 0, None
+                if params.prompt_logprobs:
+                    scored = request.scored_from + len(request.prompt_logprobs)
+                    score_end = len(request.prompt) - 1
+                    most = None if self.cache.windows is None else scored  # what these tokens see may be gone
+                needed = self.cache.needed(context[:wanted], math.ceil(left * self._room), growing, most)
                 # One that is alone enters anyway: it would have been refused if the pool could not hold it.
-                if self.running and needed + self._promised() > self.cache.available:
+                if self.running and (needed + self._promised() > self.cache.available or self._windows_are_full(1)):
                     return
                 try:
-                    self.cache, rows = self.cache.add([context[:wanted]], growing)
+                    self.cache, rows = self.cache.add([context[:wanted]], growing, most)
                 except OutOfPagesError:  # nodes that end inside of pages take more of them than the tokens need
                     if self.running:
                         return
-                    self.cache, rows = self.cache.evict(self.cache.num_cached).add([context[:wanted]])
+                    self.cache, rows = self.cache.evict(self.cache.num_cached).add([context[:wanted]], most=most)
                 row = int(rows[0])
                 cached = self.cache.computed_tokens(row)
                 if not request.tokens:
                     request.cached_tokens = cached
                 self.prompt_tokens += wanted
                 self.cached_tokens += cached
-                scored, score_end = len(context), 0
-                if params.prompt_logprobs:
-                    scored = request.scored_from + len(request.prompt_logprobs)
-                    score_end = len(request.prompt) - 1
                 first = request.last_token if left else None
                 self.running.append(Running(request, row, wanted, left, scored, score_end, first))
                 pending += cached < wanted
@@ -198,10 +203,41 @@ class Scheduler:
             self.running = [running for running in self.running if running not in leaving]
 
     def _give_way(self, running: Running) -> None:
+        self.preempted += 1
         self.queue.appendleft(running.request)
         self._leave([running])
         if not self.running:  # alone it finds room if nothing that it left is in its way
             self.cache = self.cache.evict(self.cache.num_cached)
+
+    # ------------------------------------------------------------------ layers with windows
+
+    def _fit_windows(self) -> None:
+        """Let requests give way until layers with windows have pages for what the others see in a step."""
+        while len(self.running) > 1 and self._windows_are_full():
+            self._give_way(self.running[-1])
+
+    def _windows_are_full(self, more: int = 0) -> bool:
+        """Whether what those inside see, and so many others would, may take more pages than those layers have."""
+        if (windows := self.cache.windows) is None:
+            return False
+        page_size, seen = self.cache.tree.page_size, [self._seen(running) for running in self.running]
+        growth = len(seen) * (2 + self._steps // page_size) + self._chunks * (1 + self._chunk_tokens // page_size)
+        others = more * (2 + max(window.tokens for window in windows.windows) // page_size)
+        return len(np.unique(np.concatenate([*seen, np.zeros(0, int)]))) + growth + others > windows.capacity
+
+    def _seen(self, running: Running) -> Int[np.ndarray, " pages"]:
+        """Return the pages that a request sees as it goes on, with those that it has room in if it decodes."""
+        if self._is_computed(running):
+            return self.cache.seen(running.row, int(self.cache.node_ends(running.row)[-1]))
+        computed = self.cache.computed_tokens(running.row)
+        return self.cache.seen(running.row, computed, computed)
+
+    def _keep_seen(self, pieces: list[Piece]) -> None:
+        """Give places to all pages that the step sees in layers with windows."""
+        if self.cache.windows is not None:
+            chunks = [self.cache.seen(x.running.row, min(x.store, x.score), x.end) for x in pieces]
+            decoding = [self._seen(running) for running in self.running]
+            self.cache = self.cache.keep(np.concatenate([*chunks, *decoding, np.zeros(0, int)]))
 
     # ------------------------------------------------------------------ what they do
 
@@ -226,7 +262,6 @@ class Scheduler:
             except OutOfPagesError:
                 ready = [running for running in ready if running is not self.running[-1]]
                 self._give_way(self.running[-1])
-                self.preempted += 1
                 continue
             for running, drawn in drawing.items():
                 running.left -= drawn

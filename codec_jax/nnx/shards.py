@@ -243,15 +243,20 @@ def program(
 
 
 def new_pages(
-    config: DecoderConfig, mesh: Mesh | None, num_pages: int, page_size: int, reconstructed_pages: int = 0
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    num_pages: int,
+    page_size: int,
+    reconstructed_pages: int = 0,
+    window_pages: int | None = None,
 ) -> tuple[Pages, ...]:
     """Return empty KV pages for every layer; each device of a mesh makes its own."""
-    sizes = num_pages, page_size, reconstructed_pages
+    sizes = num_pages, page_size, reconstructed_pages, window_pages
     return config.new_cache(*sizes) if mesh is None else _pages_on(config, mesh, sizes)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "sizes"))
-def _pages_on(config: DecoderConfig, mesh: Mesh, sizes: tuple[int, int, int]) -> tuple[Pages, ...]:
+def _pages_on(config: DecoderConfig, mesh: Mesh, sizes: tuple[int, int, int, int | None]) -> tuple[Pages, ...]:
     parallel = Parallel.of(mesh)
     heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     of_device = replace(config, num_q_heads=heads[0], num_kv_heads=heads[1])

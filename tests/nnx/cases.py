@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from codec_jax.nnx import Decoder, Decoding, Sampler, intervals
+from codec_jax.nnx import Decoder, DecoderConfig, Decoding, Sampler, intervals
 from codec_jax.planning import planner
 from pallas_kernels import Tiling
 
@@ -29,6 +30,17 @@ PROMPTS = [
 LONG = RNG.integers(0, VOCAB, 150).tolist()
 # Seven prompts that hardly share anything, and whose greedy texts do not fit the pool together.
 CROWD = [LONG[15 * r : 15 * r + 45] for r in range(7)]
+
+
+def sharp(config: DecoderConfig) -> Decoder:
+    """Return a decoder whose weights make for sharp attention and texts that do not repeat."""
+    graph, weights = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda x: jnp.asarray(1.0 + (x.ndim > 1) * (rng.normal(size=x.shape) * 2 * x.shape[0] ** -0.5 - 1.0), x.dtype),
+        weights,
+    )
+    return nnx.merge(graph, weights)
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

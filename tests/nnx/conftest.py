@@ -5,12 +5,10 @@ from collections.abc import Iterator
 import jax
 import jax.monitoring
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import CONTEXT, PAGE_SIZE, PAGES, REQUESTS, STEPS, VOCAB, Dense, Setup, small_tiles
-from flax import nnx
+from cases import CONTEXT, PAGE_SIZE, PAGES, REQUESTS, STEPS, VOCAB, Dense, Setup, sharp, small_tiles
 
-from codec_jax.nnx import Decoder, DecoderConfig, Sampler
+from codec_jax.nnx import DecoderConfig, Sampler
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +20,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def setup() -> Setup:
     """One sampler for all tests, so that its steps compile once.
 
-    The weights make for sharp attention and texts that do not repeat; tiles and blocks are small and pairs of tiles
-    share what little both read, so that plans look as on a GPU they look for larger forests.
+    Tiles and blocks are small and pairs of tiles share what little both read, so that plans look as on a GPU they look
+    for larger forests.
     """
     config = DecoderConfig(
         vocab_size=VOCAB,
@@ -37,13 +35,7 @@ def setup() -> Setup:
         dtype=jnp.float32,
         param_dtype=jnp.float32,
     )
-    graph, weights = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
-    weights = jax.tree.map(
-        lambda x: jnp.asarray(1.0 + (x.ndim > 1) * (rng.normal(size=x.shape) * 2 * x.shape[0] ** -0.5 - 1.0), x.dtype),
-        weights,
-    )
-    model = nnx.merge(graph, weights)
+    model = sharp(config)
     with pytest.MonkeyPatch.context() as monkeypatch:
         small_tiles(monkeypatch)
         sampler = Sampler(
