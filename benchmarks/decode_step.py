@@ -118,14 +118,11 @@ class Step:
         def decode(model: Decoder, *rest: object, parallel: Parallel) -> tuple:
             return decode_loop(model, STEPS, None, *rest, parallel=parallel)
 
-        self._loop = program(placed.graph, placed.config, mesh, decode, donate=(1,))
+        loop = program(placed.graph, placed.config, mesh, decode, donate=(1,))
         start = time.perf_counter()
         other = patch("codec_jax.nnx.batch.forest_attention", attention) if attention else nullcontext()
         with other:
-            if mesh is None:
-                self._loop = compiled(self._loop, *self._arguments(), tuned=True)
-            else:
-                jax.block_until_ready(self(1))
+            self._loop = loop._replace(jitted=compiled(loop, *self._arguments(), tuned=True))
         self.compile_seconds = time.perf_counter() - start
 
     def __call__(self, tokens: int = STEPS, temperature: float = 0.0, top_p: float = 1.0) -> Float[Array, "B V"]:

@@ -136,14 +136,17 @@ def difference(logits: Float[np.ndarray, "B V"], reference: Float[np.ndarray, "B
     return largest
 
 
-def wall(step: Step, temperature: float = 0.0, top_p: float = 1.0) -> float:
-    """Return the time of a token by the host's clock: the median round of calls that are queued one after another."""
+def wall(step: Step, temperature: float = 0.0, top_p: float = 1.0, seconds: float = ROUND_SECONDS) -> float:
+    """Return the time of a token by the host's clock: the median round of calls that are queued one after another.
+
+    A round takes `seconds` at most, or one call.
+    """
 
     def call() -> Array:
         return step(temperature=temperature, top_p=top_p)
 
     once = wall_time(call, 1)
-    calls = min(MAX_CALLS, int(ROUND_SECONDS * 1e6 / once))
+    calls = min(MAX_CALLS, int(seconds * 1e6 / once))
     rounds = [wall_time(call, calls) for _ in range(ROUNDS)] if calls > 1 else [once]
     return statistics.median(rounds) / STEPS
 

@@ -59,7 +59,7 @@ from benchmarks.scaling_model import (
     weight_bytes,
 )
 from benchmarks.timing import command, parse, wall_time
-from benchmarks.turns import GPU
+from benchmarks.turns import GPU, compiled
 from codec_jax.attention import forest_attention
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx import Decoder, DecoderConfig, random_decoder
@@ -79,7 +79,8 @@ GROUPS, REPLICATED = (1, 2, 4, 8, 16, 32, 64), (16, 128, 1024)
 #: before loops of a fixed length, which left time between kernels that there is no more.
 FITTED, TRIED = ("decoding_120000_h200", "decoding_32768_16_h200", "decoding_32768_64_h200"), ("decoding_32768_h100",)
 
-IN_A_LOOP, CALLS = 100, 10
+#: Of attention and exchanges, so many in a loop; of each loop and step, rounds of calls, each as long as that at most.
+IN_A_LOOP, CALLS, ROUNDS, ROUND_SECONDS = 100, 10, 3, 0.3
 
 
 def main() -> None:
@@ -87,9 +88,12 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--predict", action="store_true", help="write what the model says of published models")
     parser.add_argument("--model", choices=PLAIN_MODELS, default="qwen3-4b")
-    parser.add_argument("--documents", type=int, nargs="+", default=DOCUMENTS, help="tokens that all requests share")
-    parser.add_argument("--roots", type=int, nargs="+", default=ROOTS, help="the same, for attention alone")
+    parser.add_argument(
+        "--documents", type=int, nargs="*", default=DOCUMENTS, help="tokens that all requests share; none: no steps"
+    )
+    parser.add_argument("--roots", type=int, nargs="*", default=ROOTS, help="the same, for attention alone")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
+    parser.add_argument("--layers", type=int, help="how many to keep; all that fit by default")
     if parser.parse_args().predict:
         arguments, measured = parser.parse_args(), predict_all()
     else:
@@ -98,12 +102,12 @@ def main() -> None:
             [SharedDocument(*each) for each in product(documents, arguments.requests)]
             for documents in (arguments.documents, arguments.roots)
         )
-        config = cut_to_fit(PLAIN_MODELS[arguments.model], cases)
+        config = PLAIN_MODELS[arguments.model]
+        config = cut_to_fit(replace(config, num_layers=arguments.layers or config.num_layers), cases)
         common = {"model": arguments.model, "layers": config.num_layers} | conditions(layout_of(config))
         count = len(jax.devices())
         meshes = [group for size in range(1, count + 1) if count % size == 0 for group in groups(config, size)]
-        model = random_decoder(config, progress=True)
-        measured = (row | common for row in measure_all(model, meshes, cases, roots))
+        measured = (row | common for row in measure_all(config, meshes, cases, roots))
     conclude("scaling", collect(measured, arguments.json), arguments.json)
 
 
@@ -208,7 +212,7 @@ def cut_to_fit(config: DecoderConfig, cases: list[SharedDocument]) -> DecoderCon
 
     def size(layers: int) -> float:
         of = replace(config, num_layers=layers)
-        return max(memory_bytes(of, case, ALONE) for case in cases) + weight_bytes(of) / 2
+        return max((memory_bytes(of, case, ALONE) for case in cases), default=0.0) + weight_bytes(of) / 2
 
     room = 0.8 * free_bytes()
     layers = next((n for n in range(config.num_layers, 0, -1) if size(n) <= room), None)
@@ -218,18 +222,14 @@ def cut_to_fit(config: DecoderConfig, cases: list[SharedDocument]) -> DecoderCon
 
 
 def measure_all(
-    model: Decoder, meshes: list[Parallel], cases: list[SharedDocument], roots: list[SharedDocument]
+    config: DecoderConfig, meshes: list[Parallel], cases: list[SharedDocument], roots: list[SharedDocument]
 ) -> Iterator[dict]:
     """Yield rows of steps, of attention over long roots, and of each exchange that the steps make.
 
     The first mesh is the one that the logits of the others are held to.
     """
-    config, machine, costs = model.config, machine_here(), costs_of_one_gpu()
-    references: dict[SharedDocument, np.ndarray] = {}
-    for case, group in tqdm(list(product(cases, meshes))):
-        expected = sum(step_us(config, case, group, machine, costs).values())
-        row = described(case, group) | {"variant": "step", "predicted_us": expected}
-        yield row | taken(partial(measure_step, model, case, group, references))
+    machine, costs = machine_here(), costs_of_one_gpu()
+    yield from measure_steps(config, meshes, cases)
     whole_heads = [group for group in meshes if group.tensor <= config.num_kv_heads]
     for case, group in tqdm(list(product(roots, whole_heads))):
         expected = layer_attention_us(config, case, group, machine, costs)
@@ -240,6 +240,18 @@ def measure_all(
         name = f"{each.kind} of {each.bytes} bytes, {each.devices} GPUs"
         row = {"name": name, "variant": "exchange", "gpus": each.devices, "bytes": each.bytes}
         yield row | {"predicted_us": exchange_us(each, machine)} | taken(partial(measure_exchange, each))
+
+
+def measure_steps(config: DecoderConfig, meshes: list[Parallel], cases: list[SharedDocument]) -> Iterator[dict]:
+    """Yield rows of steps. The model is there until the last of them only: its memory is for long roots then."""
+    if not cases:
+        return
+    machine, costs = machine_here(), costs_of_one_gpu()
+    model, references = random_decoder(config, progress=True), dict[SharedDocument, np.ndarray]()
+    for case, group in tqdm(list(product(cases, meshes))):
+        expected = sum(step_us(config, case, group, machine, costs).values())
+        row = described(case, group) | {"variant": "step", "predicted_us": expected}
+        yield row | taken(partial(measure_step, model, case, group, references))
 
 
 def described(case: SharedDocument, group: Parallel, what: str = "") -> dict:
@@ -280,7 +292,11 @@ def measure_step(
     step = paged(model, case, share=True, mesh=None if group == ALONE else mesh_of(group))
     first = np.asarray(step(tokens=1))
     apart = difference(first, references.setdefault(case, first))
-    return {"compile_seconds": step.compile_seconds, "logits_difference": apart, "wall_us": wall(step)}
+    return {
+        "compile_seconds": step.compile_seconds,
+        "logits_difference": apart,
+        "wall_us": wall(step, seconds=ROUND_SECONDS),
+    }
 
 
 def measure_attention(config: DecoderConfig, case: SharedDocument, group: Parallel) -> dict:
@@ -295,8 +311,7 @@ def measure_attention(config: DecoderConfig, case: SharedDocument, group: Parall
     def loop(query: Array, *rest: Any) -> Array:
         return lax.fori_loop(0, IN_A_LOOP, lambda _, query: forest_attention(query, *rest, mesh=mesh), query)
 
-    call = partial(jax.jit(loop), query, pages.key, pages.value, forest, plan)
-    return {"wall_us": median_time(call) / IN_A_LOOP}
+    return {"wall_us": median_time(partial(jax.jit(loop), query, pages.key, pages.value, forest, plan)) / IN_A_LOOP}
 
 
 def measure_exchange(exchange: Exchange) -> dict:
@@ -305,7 +320,7 @@ def measure_exchange(exchange: Exchange) -> dict:
     return {"wall_us": times[0] - times[1], "loop_us": times[1]}
 
 
-def loop_of(exchange: Exchange, *, alone: bool) -> Callable[[], Array]:
+def loop_of(exchange: Exchange, *, alone: bool) -> partial[Array]:
     """Return the call of a loop that exchanges arrays of these sizes again and again, or, alone, does all but that."""
     count = exchange.devices
     devices = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
@@ -331,9 +346,11 @@ def loop_of(exchange: Exchange, *, alone: bool) -> Callable[[], Array]:
     return partial(jax.jit(loop), array)
 
 
-def median_time(call: Callable[[], Array]) -> float:
-    """Return the median of three rounds of calls that are queued one after another, in microseconds."""
-    return statistics.median(wall_time(call, CALLS) for _ in range(3))
+def median_time(loop: partial[Array]) -> float:
+    """Compile a jitted call, and return the median of rounds of calls that are queued one after another, in us."""
+    call = partial(compiled(loop.func, *loop.args), *loop.args)
+    calls = max(1, min(CALLS, int(ROUND_SECONDS * 1e6 / wall_time(call, 1))))
+    return statistics.median(wall_time(call, calls) for _ in range(ROUNDS))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -234,7 +235,7 @@ def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatc
     case = SharedDocument(document=1100, requests=3, own=9)  # 69 pages: long enough to be cut in two
     meshes = [ALONE, Parallel(tensor=2), Parallel(context=2), Parallel(tensor=4, context=2)]
     config = replace(TINY, num_layers=1)
-    rows = list(scaling.measure_all(random_decoder(config), meshes, [case], [case._replace(requests=2)]))
+    rows = list(scaling.measure_all(config, meshes, [case], [case._replace(requests=2)]))
     assert [row.get("error") for row in rows] == [None] * len(rows)
     steps, attention, found = (
         [row for row in rows if row["variant"] == variant] for variant in ("step", "attention", "exchange")
@@ -249,6 +250,27 @@ def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatc
     assert len(found) == len(every)
     assert all(row["loop_us"] > 0 for row in found)
     assert all(row["predicted_us"] > 0 for row in rows)
+
+
+def test_the_command_keeps_so_many_layers_and_measures_no_steps_without_documents(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = {}
+
+    def measure_all(config: DecoderConfig, *rest: list) -> list[dict]:
+        asked["layers"], (asked["meshes"], asked["cases"], asked["roots"]) = config.num_layers, rest
+        return [{"name": "a row"}]
+
+    monkeypatch.setattr(scaling, "measure_all", measure_all)
+    monkeypatch.setattr(scaling, "conclude", lambda name, rows, path: asked.update(rows=rows))
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    arguments = ["--layers", "2", "--requests", "3", "--documents", "--roots", "4096", "--json", str(tmp_path / "rows")]
+    monkeypatch.setattr("sys.argv", ["scaling", *arguments])
+    scaling.main()
+    assert (asked["layers"], asked["cases"], asked["roots"]) == (2, [], [SharedDocument(4096, 3)])
+    assert asked["meshes"][0] == ALONE
+    assert [(row["name"], row["layers"]) for row in asked["rows"]] == [("a row", 2)]
+    assert list(scaling.measure_steps(TINY, [ALONE], [])) == []
 
 
 @pytest.mark.parametrize("kind", ["psum", "all_gather", "all_to_all"])
