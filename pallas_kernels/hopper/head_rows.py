@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.hopper.tiling import why_not_on
 
 HEAD_DIM = 128
-#: Rows that the warps of a thread block take at a time; rows of a thread block where there are many, and how many are.
-WARP_ROWS, _BLOCK_ROWS, _MANY = 4, 16, 512
+#: Rows of a thread block.
+BLOCK_ROWS = 4
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -61,14 +61,9 @@ def why_not(sizes: HeadSizes, rows: int, dtype: Any, device: Any) -> str | None:
         return reason
     if dtype not in _DTYPES or sizes.head_dim != HEAD_DIM:
         return f"it takes heads of {HEAD_DIM}, bfloat16 or float16, got {sizes.head_dim} and {dtype}"
-    if rows < WARP_ROWS:
-        return f"it takes at least {WARP_ROWS} rows, got {rows}"
+    if rows < BLOCK_ROWS:
+        return f"it takes at least {BLOCK_ROWS} rows, got {rows}"
     return None
-
-
-def block_rows(rows: int) -> int:
-    """Return how many of so many rows a thread block takes: few, so that those of a decode step keep many busy."""
-    return WARP_ROWS if rows < _MANY else _BLOCK_ROWS
 
 
 # A step calls it in every layer: a jitted function is lowered once for all.

@@ -1,13 +1,13 @@
 """One kernel for heads on their way from a product to attention: norm, rotation, and K and V to their pages.
 
-    one thread block for each (4 rows, head), one row a warp; of many rows for each (16 rows, head), 4 at a time:
+    one thread block for each (4 rows, head), one row a warp:
 
         queries ─► norm ─► rotation ─────────────────────────► registers to the query
         keys    ─► norm ─► rotation ─► rows in shared memory ─► one copy a row, to its token slot
         values  ─► not finite: 0 ────► rows in shared memory ─► one copy a row, to its token slot
 
-A head of 4 rows is two halves, [4, H / 2] in registers each, as rotation takes one number of either. Pages are written
-where they are: the kernel gets references, and XLA passes the arrays on without a copy where the caller gives them up.
+A head is two halves, [4, H / 2] in registers each, as rotation takes one number of either. Pages are written where
+they are: the kernel gets references, and XLA passes the arrays on without a copy where the caller gives them up.
 """
 
 from types import SimpleNamespace
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import kernel_on_references, load, store
-from pallas_kernels.hopper.head_rows import HEAD_DIM, WARP_ROWS, HeadSizes, Norm, Places, Scales, block_rows
+from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HEAD_DIM, HeadSizes, Norm, Places, Scales
 
 _LANES = 32  # of a warp
 _HALF = HEAD_DIM // 2
 #: [4, H / 2] over a warpgroup: a row for each warp, numbers side by side for each lane.
-_SPREAD: Any = plgpu.Layout.TILED(plgpu.Tiling(((WARP_ROWS, _HALF), (_HALF // _LANES,))), (-3,), (-2,), -1)
+_SPREAD: Any = plgpu.Layout.TILED(plgpu.Tiling(((BLOCK_ROWS, _HALF), (_HALF // _LANES,))), (-3,), (-2,), -1)
 
 Halves = tuple[jax.Array, jax.Array]
 
@@ -34,7 +34,7 @@ def split_heads(
     columns: jax.Array, scales: Scales, places: Places, sizes: HeadSizes
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the query and the pages, as `head_rows.split_heads` promises."""
-    count, dtype, block = columns.shape[0], columns.dtype, block_rows(columns.shape[0])
+    count, dtype = columns.shape[0], columns.dtype
     inputs = {
         "columns": columns.reshape(count, sizes.num_heads, 2, _HALF),
         "cos": places.cos,
@@ -50,9 +50,8 @@ def split_heads(
         "split_heads",
         lambda *refs: _split(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
         out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, HEAD_DIM), dtype),
-        # By fours: 8 rows and more Mosaic would swizzle, and a copy of one row would miss what was stored.
-        scratch_types=[plgpu.SMEM((block // WARP_ROWS, WARP_ROWS, 1, HEAD_DIM), dtype)],
-        mesh=plgpu.Mesh(grid=(-(-count // block), sizes.num_heads), grid_names=("rows", "heads")),
+        scratch_types=[plgpu.SMEM((BLOCK_ROWS, 1, HEAD_DIM), dtype)],
+        mesh=plgpu.Mesh(grid=(-(-count // BLOCK_ROWS), sizes.num_heads), grid_names=("rows", "heads")),
     )
     query = kernel(*inputs.values(), *pages.values())
     keys, values = (jax.freeze(ref).reshape(stored[name].shape) for name, ref in pages.items())
@@ -61,48 +60,42 @@ def split_heads(
 
 def _split(refs: Any, sizes: HeadSizes) -> None:
     """Do the rows and the head of one thread block."""
-    total, parts = refs.columns.shape[0], range(refs.staged.shape[0])
-    block = len(parts) * WARP_ROWS
+    total = refs.columns.shape[0]
     # The last thread block has rows of the one before it, too: both write the same.
-    first = jnp.minimum(lax.axis_index("rows") * block, total - block)
-    rows, head = [pl.ds(first + part * WARP_ROWS, WARP_ROWS) for part in parts], lax.axis_index("heads")
+    first = jnp.minimum(lax.axis_index("rows") * BLOCK_ROWS, total - BLOCK_ROWS)
+    rows, head = pl.ds(first, BLOCK_ROWS), lax.axis_index("heads")
     first_key, first_value = sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads
 
-    def loaded() -> list[Halves]:
-        halves = [[load(refs.columns.at[each, head, half], _SPREAD) for half in range(2)] for each in rows]
-        return [(left.astype(jnp.float32), right.astype(jnp.float32)) for left, right in halves]  # [4, H / 2] each
+    def loaded() -> Halves:
+        left, right = (load(refs.columns.at[rows, head, part], _SPREAD) for part in range(2))  # [4, H / 2]
+        return left.astype(jnp.float32), right.astype(jnp.float32)
 
-    def turned(scales: str) -> list[Halves]:
-        turns = [_Turning.of(refs, sizes, each, scales) for each in rows]
-        return [turn(*halves) for turn, halves in zip(turns, loaded(), strict=True)]
-
-    def store_rows(pages: Any, parts: list[Halves], kv_head: jax.Array) -> None:
-        slots = [refs.slots[first + i] for i in range(block)]
-        for part, halves in enumerate(parts):
-            _put(refs.staged.at[part, :, 0], halves)
+    def store_rows(pages: Any, halves: Halves, kv_head: jax.Array) -> None:
+        slots = [refs.slots[first + i] for i in range(BLOCK_ROWS)]
+        _put(refs.staged.at[:, 0], halves)
         plgpu.commit_smem()
         for i, slot in enumerate(slots):
 
             @pl.when((slot >= 0) & (slot < pages.shape[0]))
             def _copy(i: int = i, slot: jax.Array = slot) -> None:
-                row = refs.staged.at[i // WARP_ROWS, i % WARP_ROWS]
-                plgpu.copy_smem_to_gmem(row, pages.at[slot, pl.ds(kv_head, 1)])
+                plgpu.copy_smem_to_gmem(refs.staged.at[i], pages.at[slot, pl.ds(kv_head, 1)])
 
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(head < first_key)
     def _query() -> None:
-        for each, halves in zip(rows, turned("query_scales"), strict=True):
-            _put(refs.query.at[each, head], halves)
+        turn = _Turning.of(refs, sizes, rows, "query_scales")
+        _put(refs.query.at[rows, head], turn(*loaded()))
 
     @pl.when((head >= first_key) & (head < first_value))
     def _key() -> None:
-        store_rows(refs.key_pages, turned("key_scales"), head - first_key)
+        turn = _Turning.of(refs, sizes, rows, "key_scales")
+        store_rows(refs.key_pages, turn(*loaded()), head - first_key)
 
     @pl.when(head >= first_value)
     def _value() -> None:
-        dtype = refs.value_pages.dtype
-        store_rows(refs.value_pages, [(_finite(x, dtype), _finite(y, dtype)) for x, y in loaded()], head - first_value)
+        left, right = (_finite(half, refs.value_pages.dtype) for half in loaded())
+        store_rows(refs.value_pages, (left, right), head - first_value)
 
 
 class _Turning(NamedTuple):
@@ -135,7 +128,7 @@ class _Turning(NamedTuple):
 
 def _broadcast(x: jax.Array, dimension: int) -> jax.Array:
     """Repeat numbers of rows (0) or of columns (1)."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (WARP_ROWS, _HALF), [dimension]), _SPREAD)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BLOCK_ROWS, _HALF), [dimension]), _SPREAD)
 
 
 def _finite(x: jax.Array, dtype: Any) -> jax.Array:
