@@ -4,8 +4,9 @@
     unshared   the same pages and kernels, but every request reads its own path, as FlashDecoding does
     cudnn      a contiguous copy of each request's K and V, attended by cuDNN
 
-Weights and pages are random: time does not depend on them, and prefill is not what is measured. The shared one may be
-divided among the devices of a mesh, as the sampler's is.
+Weights and pages are random, and prefill is not what is measured. Time depends on them only where they decide which
+experts tokens go through: the requests' own values are such that each goes its own way, as in a trained model. The
+shared one may be divided among the devices of a mesh, as the sampler's is.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from benchmarks.inputs import Layout, padded_slots
 from benchmarks.turns import compiled
-from codec_jax import Forest, KVPages, Plan, make_plan
+from codec_jax import Forest, KVPages, Window, make_plan
 from codec_jax.forest import ROOT, Tree
 from codec_jax.forest.homes import Homes
 from codec_jax.mesh import CONTEXT, TENSOR
-from codec_jax.nnx import PUBLISHED, Decoder, DecoderConfig
+from codec_jax.nnx import Decoder, DecoderConfig
+from codec_jax.nnx.batch import Plans, all_plans
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.sampling import RowOptions
@@ -41,13 +42,11 @@ from codec_jax.nnx.steps import decode_loop
 STEPS = 16
 PAGE_SIZE = 16
 
-#: Published models of which what a step reads and computes is counted: those without windows and mixtures of experts.
-PLAIN_MODELS = {
-    name: config for name, config in PUBLISHED.items() if config.mixture is None and config.windows_used == (None,)
-}
-
-#: Scores of random keys are nearly equal, so attention averages values away. Large values keep it worth checking.
-_VALUE_DEVIATION = 64.0
+#: Deviations of what attention with equal weights takes of the document, and of a request's own. Scores of random keys
+#: are nearly equal and average values away, so values are larger the more of them there are. The own part is the larger
+#: one, or requests would become one and the same from layer to layer, and go through the same experts; without the
+#: other, a missing document would not show.
+_DOCUMENT_DEVIATION, _OWN_DEVIATION = 1.0, 2.0
 
 #: The contiguous copies end at a multiple of this many tokens.
 _CONTIGUOUS_TOKENS = 128
@@ -67,6 +66,13 @@ class SharedDocument(NamedTuple):
     def name(self) -> str:
         """Say what is shared by whom."""
         return f"{self.requests} over {self.document}"
+
+    def seen(self, window: Window | None) -> tuple[float, float]:
+        """Return the tokens of the document, and of its own, that a request attends to: the mean of a call's steps."""
+        position = self.document + self.own + np.arange(STEPS)
+        first = np.zeros(STEPS) if window is None else np.maximum(window.first_position(position), 0)
+        own = position + 1 - np.maximum(first, self.document)
+        return float(np.maximum(self.document - first, 0).mean()), float(own.mean())
 
     def forest(self, devices: int = 1) -> tuple[Forest, int]:
         """Return the forest with room for the tokens of a call, and the pages that a pool needs for it.
@@ -101,7 +107,7 @@ class Step:
         self,
         model: Decoder,
         forest: Forest,
-        plan: Plan,
+        plan: Plans,
         cache: tuple[KVPages, ...],
         attention: Callable[..., Array] | None = None,
         mesh: Mesh | None = None,
@@ -109,9 +115,9 @@ class Step:
         """Compile; `attention` takes the place of `forest_attention` in every layer. `cache` is used up."""
         placed = PlacedDecoder.of(model, mesh)
         batch, vocab = forest.request_capacity, model.config.vocab_size
-        logits = jax.random.normal(jax.random.key(1), (batch, vocab))
+        logits = first_logits(model.config, batch)
         # Each call sends the parts of a plan to their devices, as the sampler's do.
-        plan = plan if plan.is_spread else everywhere(mesh, plan)
+        plan = plan if all_plans(plan)[0].is_spread else everywhere(mesh, plan)
         self._inputs = (placed.weights, *everywhere(mesh, (logits, forest)), plan)
         self._batch, self._vocab, self._cache = batch, vocab, cache
 
@@ -137,6 +143,11 @@ class Step:
         return weights, self._cache, logits, forest, plan, remaining, options
 
 
+def first_logits(config: DecoderConfig, batch: int) -> Float[Array, "B V"]:
+    """Draw the logits that every call begins with."""
+    return jax.random.normal(jax.random.key(1), (batch, config.vocab_size))
+
+
 @lru_cache
 def _options(batch: int, vocab: int, temperature: float, top_p: float) -> RowOptions:
     rows = [SamplingParams(temperature=temperature, top_p=top_p, stream=row) for row in range(batch)]
@@ -147,28 +158,32 @@ def paged(model: Decoder, case: SharedDocument, share: bool, mesh: Mesh | None =
     """Decode over the forest, or over the same pages with each request by itself."""
     forest, num_pages = case.forest(Parallel.of(mesh).context)
     forest = forest if share else forest.unshared()
-    plan = plan_of(model.config, forest, num_pages, Parallel.of(mesh))
+    plan = plans_of(model.config, forest, num_pages, Parallel.of(mesh))
     if mesh is None:
-        cache = random_cache(model.config, num_pages)
+        cache = random_cache(model.config, case)
     else:
         layers = range(model.config.num_layers)
         cache = tuple(random_pages_on(model.config, case, layer, mesh) for layer in layers)
     return Step(model, forest, plan, cache, mesh=mesh)
 
 
-def plan_of(config: DecoderConfig, forest: Forest, num_pages: int, parallel: Parallel = ALONE) -> Plan:
-    """Plan a call for the heads and the pages of each device."""
+def plans_of(config: DecoderConfig, forest: Forest, num_pages: int, parallel: Parallel = ALONE) -> Plans:
+    """Plan a call for the heads and the pages of each device, as the sampler: one for each of the model's windows."""
     homes = Homes(parallel.context, num_pages // parallel.context)
-    return make_plan(forest, **layout_of(config, parallel).heads, steps=STEPS, homes=homes)
+    heads = layout_of(config, parallel).heads
+    plans = tuple(make_plan(forest, **heads, steps=STEPS, window=window, homes=homes) for window in config.windows_used)
+    return plans if len(plans) > 1 else plans[0]
 
 
 def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudnn") -> Step:
     """Decode over contiguous copies of the same K and V, attended by `jax.nn.dot_product_attention`.
 
-    Raises ValueError if the copies do not fit the device's memory.
+    Raises ValueError for a model that attends in other ways, and if the copies do not fit the device's memory.
     """
     config = model.config
-    forest, num_pages = case.forest()
+    if config.windows_used != (None,) or config.sinks or config.softcap is not None:
+        raise ValueError("model: expected one without windows, sinks and softcap, whose attention is not cuDNN's alone")
+    forest, _ = case.forest()
     own = case.contiguous()
     size, free = len(own.used_pages) * PAGE_SIZE * config.kv_token_bytes, free_bytes()
     if size > free - _LEFT_FREE_BYTES:
@@ -179,8 +194,7 @@ def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudn
     slots = np.pad(slots, ((0, 0), (0, len(own.used_pages) * PAGE_SIZE // len(slots) - slots.shape[1])))
     # One layer at a time, so that no more than one is there twice.
     cache = tuple(
-        jax.block_until_ready(_gather(random_pages(config, num_pages, layer), slots))
-        for layer in range(config.num_layers)
+        jax.block_until_ready(_gather(random_pages(config, case, layer), slots)) for layer in range(config.num_layers)
     )
 
     def attention(
@@ -193,7 +207,7 @@ def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudn
         no_residuals = jnp.zeros(out.shape[:-1])  # one device has nothing to merge
         return out, (no_residuals, no_residuals)
 
-    return Step(model, own, plan_of(config, own, len(own.used_pages)), cache, attention)
+    return Step(model, own, plans_of(config, own, len(own.used_pages)), cache, attention)
 
 
 #: Shared first: the others' logits are compared with its.
@@ -209,33 +223,40 @@ def layout_of(config: DecoderConfig, parallel: Parallel = ALONE) -> Layout:
     return Layout(*parallel.heads(config.num_q_heads, config.num_kv_heads), config.head_dim, PAGE_SIZE)
 
 
-def random_cache(config: DecoderConfig, num_pages: int) -> tuple[KVPages, ...]:
+def random_cache(config: DecoderConfig, case: SharedDocument) -> tuple[KVPages, ...]:
     """Draw the pages of all layers; the same ones every time."""
-    return tuple(random_pages(config, num_pages, layer) for layer in range(config.num_layers))
+    return tuple(random_pages(config, case, layer) for layer in range(config.num_layers))
 
 
-def random_pages(config: DecoderConfig, num_pages: int, layer: int) -> KVPages:
-    """Draw the pages of one layer."""
+def random_pages(config: DecoderConfig, case: SharedDocument, layer: int) -> KVPages:
+    """Draw the pages of one layer, on one device."""
+    forest, num_pages = case.forest()
     shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     key, value = (_draw(jax.random.key(2 * layer + i), shape, config.dtype) for i in range(2))
-    return KVPages(key, value * jnp.asarray(_VALUE_DEVIATION, config.dtype))
+    of_document, of_own = case.seen(config.window_of(layer))
+    # Of n numbers among m that are averaged with equal weights, the sum has a deviation of theirs times n ** 0.5 / m.
+    total = of_document + of_own
+    deviation = np.full((num_pages, 1, 1, 1), _OWN_DEVIATION * total / of_own**0.5)
+    deviation[forest.pages_of(0)] = _DOCUMENT_DEVIATION * total / max(of_document, 1.0) ** 0.5
+    return KVPages(key, _scaled(value, jnp.asarray(deviation, config.dtype)))
 
 
 def random_pages_on(config: DecoderConfig, case: SharedDocument, layer: int, mesh: Mesh) -> KVPages:
     """Draw the same K and V for a mesh: each page on its device, and each head on all devices that attend with it."""
     parallel = Parallel.of(mesh)
-    (here, num_pages), (there, num_spread) = case.forest(), case.forest(parallel.context)
+    (here, _), (there, num_spread) = case.forest(), case.forest(parallel.context)
     source = np.zeros(num_spread, np.int32)
     for node in range(1 + case.requests):
         source[there.pages_of(node)] = here.pages_of(node)
     copies = max(parallel.tensor // config.num_kv_heads, 1)
-    arranged = _arranged(random_pages(config, num_pages, layer), source, copies)
+    arranged = _arranged(random_pages(config, case, layer), source, copies)
     return jax.block_until_ready(
         jax.device_put(arranged, NamedSharding(mesh, PartitionSpec(CONTEXT, None, TENSOR, None)))
     )
 
 
 _draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+_scaled = jax.jit(jnp.multiply, donate_argnums=0)
 
 
 @partial(jax.jit, static_argnames="copies")
@@ -252,10 +273,3 @@ def free_bytes() -> float:
     """Return the free memory of the default device, or infinity where it does not say."""
     stats = jax.devices()[0].memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats else float("inf")
-
-
-def weight_bytes(model: Decoder) -> int:
-    """Return the bytes of weights that a step reads whole: all but an embedding table that is not the head too."""
-    _, weights = nnx.split(model)
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    return total if model.config.tied_embeddings else total - model.embedding.embedding[...].nbytes

@@ -4,46 +4,38 @@
 
 A step is the sampler's: the decoder with random weights, logits, sampling, and the loop around them, all in one jitted
 call of several tokens. Three ways of attention run on the same inputs (benchmarks/decode_step.py); the first step's
-logits of each are held to those of the first. The floor is what reading the weights and the unique KV once takes at
-the rate of benchmarks/ceilings.py. A way that fails or does not fit has no time, and its row says why.
+logits of each are held to those of the first. The floor is what reading the weights and the unique KV once takes, those
+that the step needs (benchmarks/decode_floor.py). A way that fails or does not fit has no time, and its row says why.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from benchmarks.ceilings import ceilings
-from benchmarks.decode_step import (
-    PLAIN_MODELS,
-    STEPS,
-    VARIANTS,
-    SharedDocument,
-    Step,
-    layout_of,
-    weight_bytes,
-)
+from benchmarks.decode_floor import floors
+from benchmarks.decode_step import STEPS, VARIANTS, SharedDocument, Step, layout_of
 from benchmarks.report import conclude
 from benchmarks.rows import attempt, collect, conditions
 from benchmarks.timing import command, kernels_of, parse, wall_time
 from benchmarks.turns import GPU
-from codec_jax.nnx import Decoder, random_decoder
+from codec_jax.nnx import PUBLISHED, Decoder, random_decoder
 
 DOCUMENTS, REQUESTS = (32_768, 120_000), (16, 64)
 
 #: Parts of a step, and what the names of their kernels have one of; the first that fits is meant. Products are those of
-#: experts, XLA's own (gemm_fusion_dot), or those of cuBLAS, which are called by its newer kernels' prefix, by their
-#: library, or by what they compute; what is none of these is "other": norms, rotation, writing K and V, sampling.
+#: XLA (gemm_fusion_dot), or of cuBLAS, which are called by its newer kernels' prefix, by their library, or by what they
+#: compute; what is none of these is "other": norms, rotation, writing K and V, rows in the order of experts, sampling.
 _ATTENTION = ("mosaic_gpu", "cudnn", "sdpa")
 PARTS = (
     ("other", ("split_heads",)),
-    ("products", ("experts",)),
+    ("experts", ("experts",)),
     ("attention", _ATTENTION),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),
 )
@@ -57,13 +49,13 @@ ROUNDS, ROUND_SECONDS, MAX_CALLS = 3, 1.0, 20
 def main() -> None:
     """Measure and write the rows."""
     parser = command(__doc__)
-    parser.add_argument("--model", choices=PLAIN_MODELS, default="qwen3-4b")
+    parser.add_argument("--model", choices=PUBLISHED, default="qwen3-4b")
     parser.add_argument("--documents", type=int, nargs="+", default=DOCUMENTS, help="tokens that all requests share")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     arguments = parse(parser)
     cases = [SharedDocument(*each) for each in product(arguments.documents, arguments.requests)]
-    config = PLAIN_MODELS[arguments.model]
+    config = PUBLISHED[arguments.model]
     common = {"model": arguments.model} | conditions(layout_of(config))
     model = random_decoder(config, progress=True)
     measured = measure_all(model, cases, arguments.variants, common)
@@ -75,39 +67,13 @@ def main() -> None:
 def measure_all(model: Decoder, cases: list[SharedDocument], variants: list[str], common: dict) -> Iterator[dict]:
     """Yield a row for every variant of every case; one that fails says why, and does not end it."""
     references: dict[SharedDocument, np.ndarray] = {}
+    counted = cache(partial(floors, model))
     for case, variant in tqdm(list(product(cases, variants))):
-        row = {"name": f"{case.name}, {variant}", "variant": variant} | floors(model, case)
+        row = {"name": f"{case.name}, {variant}", "variant": variant}
         with GPU.taken():
+            row |= attempt(partial(counted, case), "floor_us", "error")
             row |= attempt(partial(measure, model, case, variant, references), "wall_us", "error")
         yield row | common
-
-
-def floors(model: Decoder, case: SharedDocument) -> dict:
-    """Count the bytes of a step, and what reading them once takes at least, in microseconds.
-
-    `roofline_us` counts products too: weights are read while they multiply the rows of all requests, and a layer's
-    attention lasts as long as its reading or its products, whichever takes longer.
-    """
-    config = model.config
-    # Every call starts from the same lengths, so half of its tokens are there in the mean step, and the new one is.
-    own = case.requests * (case.own + (STEPS + 1) / 2)
-    unique, total = case.document + own, case.requests * case.document + own
-    weights, kv = weight_bytes(model), unique * config.kv_token_bytes
-    products = 2 * (weights / 2) * case.requests
-    attention = 4 * total * config.num_q_heads * config.head_dim * config.num_layers
-    most = ceilings()
-    return {
-        "document_tokens": case.document,
-        "own_tokens": case.own,
-        "requests": case.requests,
-        "tokens_per_call": STEPS,
-        "weight_bytes": weights,
-        "unique_kv_bytes": int(kv),
-        "total_kv_bytes": int(total * config.kv_token_bytes),
-        "floor_us": (weights + kv) / most.read_bytes_per_us,
-        "roofline_us": max(weights / most.read_bytes_per_us, products / most.flops_per_us)
-        + max(kv / most.read_bytes_per_us, attention / most.flops_per_us),
-    }
 
 
 def measure(

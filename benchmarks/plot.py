@@ -249,16 +249,22 @@ def decoding(rows: list[dict], page: Page) -> Canvas:
     """Draw a bar of a step's parts for each way of attention, all cases on one scale."""
     measured, groups = some(rows, "kernel_us"), {}
     ways = {"shared": "codec_jax, shared", "unshared": "same kernels, unshared", "cudnn": "cuDNN over copies"}
+    named = {"attention": "attention", "products": "products with weights", "experts": "experts"}
+    named["other"] = "other kernels"
+    parts = [part for part in named if any(row.get(f"{part}_us") for row in measured)]
+    models = list(dict.fromkeys(row["model"] for row in measured))
     for row in measured:
         gap = max(row["wall_us"] - row["kernel_us"], 0.0)
-        ms = [us / 1e3 for us in (row["attention_us"], row["products_us"], row["other_us"], gap)]
+        ms = [us / 1e3 for us in (*(row.get(f"{part}_us", 0.0) for part in parts), gap)]
         said = (at_most if row["variant"] == "shared" else at_least)(row["wall_us"] / 1e3, 1)
-        case = f"{row['requests']} requests over {row['document_tokens']:,} tokens"
+        case = f"{row['model']}, " * (len(models) > 1)
+        case += f"{row['requests']} requests over {row['document_tokens']:,} tokens"
         case += f" (weights and unique KV read once: {at_least(row['floor_us'] / 1e3, 1)} ms)"
         groups.setdefault(case, []).append((ways[row["variant"]], ms, f"{said} ms"))
-    better = f"milliseconds for a token of every request, {measured[0]['model']}; left is better"
+    better = f"milliseconds for a token of every request, {', '.join(models)}; left is better"
     canvas, (axes,) = sheet(page, better, measured, (9.6, 0.4 + 0.28 * (len(measured) + 1.6 * len(groups))))
-    bars(axes, groups, {"attention": INDIGO, "products with weights": OLIVE, "other kernels": WINE, "gaps": "#c8c8c8"})
+    colours = dict(zip(named, (INDIGO, OLIVE, CYAN, WINE), strict=True))
+    bars(axes, groups, {named[part]: colours[part] for part in parts} | {"gaps": "#c8c8c8"})
     return legend(canvas, axes, ours_last=False)
 
 

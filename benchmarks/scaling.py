@@ -30,12 +30,11 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from benchmarks.decode_step import (
-    PLAIN_MODELS,
     SharedDocument,
     free_bytes,
     layout_of,
     paged,
-    plan_of,
+    plans_of,
     random_pages,
     random_pages_on,
 )
@@ -44,6 +43,7 @@ from benchmarks.report import conclude
 from benchmarks.rows import attempt, collect, conditions, provenance
 from benchmarks.scaling_model import (
     MACHINES,
+    PLAIN_MODELS,
     Costs,
     Exchange,
     Machine,
@@ -303,8 +303,8 @@ def measure_attention(config: DecoderConfig, case: SharedDocument, group: Parall
     """Time a call of `forest_attention` on pages of one layer: in a loop, as the host takes as long to call it."""
     mesh = None if group == ALONE else mesh_of(group)
     forest, num_pages = case.forest(group.context)
-    plan = plan_of(config, forest, num_pages, group)
-    pages = random_pages(config, num_pages, 0) if mesh is None else random_pages_on(config, case, 0, mesh)
+    plan = plans_of(config, forest, num_pages, group)
+    pages = random_pages(config, case, 0) if mesh is None else random_pages_on(config, case, 0, mesh)
     query = jax.random.normal(jax.random.key(0), (case.requests, 1, config.num_q_heads, config.head_dim), config.dtype)
     query, forest, plan = everywhere(mesh, (query, forest, plan))
 

@@ -21,10 +21,14 @@ import numpy as np
 
 from benchmarks.ceilings import CEILINGS, Ceilings
 from benchmarks.decode_step import STEPS, SharedDocument
-from codec_jax.nnx import DecoderConfig
+from codec_jax.nnx import PUBLISHED, DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.shards import check_sizes
 
+#: Published models of which what a device reads and multiplies is counted: those without windows and mixtures.
+PLAIN_MODELS = {
+    name: config for name, config in PUBLISHED.items() if config.mixture is None and config.windows_used == (None,)
+}
 #: Of a GPU's memory, what weights and KV may take.
 MEMORY_SHARE = 0.9
 #: Query rows of a tile of attention, which takes as long when it is not full.

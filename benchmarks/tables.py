@@ -167,15 +167,18 @@ def crossover(rows: list[dict]) -> str:
 def decoding(rows: list[dict]) -> str:
     """Show the time of a decode step in milliseconds, ways of attention beside each other; parts of ours."""
     steps: dict[str, dict] = {}
+    several = len({row.get("model") for row in rows}) > 1
     for row in rows:
-        case = f"{row['requests']} requests over {row['document_tokens']} tokens"
+        case = f"{row.get('model')}, " * several
+        case += f"{row['requests']} requests over {row['document_tokens']} tokens"
         fields = {f"{row['variant']} {field}": value for field, value in row.items()}
         steps.setdefault(case, {"case": case}).update(fields)
     columns = text(**{"decode step, ms": "case"})
     for variant in dict.fromkeys(row["variant"] for row in rows):
         columns[variant] = number(f"{variant} wall_us", 2, 1e3, at_most if variant == "shared" else at_least)
     columns["weights and unique KV read once"] = number("shared floor_us", 2, 1e3)
-    for part in ("attention", "products", "other"):
+    mixtures = any(row.get("experts_us") for row in rows)
+    for part in ("attention", "products", *["experts"] * mixtures, "other"):
         columns[f"shared: {part}"] = number(f"shared {part}_us", 2, 1e3, at_most)
     return markdown(columns, steps.values())
 

@@ -78,6 +78,11 @@ def test_decode_steps_are_bars_of_parts_and_gaps_on_one_scale():
     first, *shown = written(axes)
     assert first.startswith("16 requests over 1,000 tokens")
     assert (shown[0], shown[1], shown[3]) == ("4.6 ms", "9.5 ms", "3.4 ms")
+    # Experts are a part where there are some, and models are named where there are several.
+    mixed = rows[0] | {"model": "n", "experts_us": 250.0, "wall_us": 4000.0, "kernel_us": 3750.0}
+    (axes,) = plot.decoding([rows[0], mixed], PAGES["decoding"]).axes
+    assert [bar.get_width() for bar in axes.patches][5:] == [1.0, 2.0, 0.25, 0.5, 0.25]
+    assert written(axes)[0].startswith("m, 16 requests")
 
 
 def test_a_map_shows_every_cell_that_was_measured_and_nothing_is_drawn_of_nothing():

@@ -106,6 +106,11 @@ def test_traffic_and_decode_steps_stand_beside_each_other():
     assert cells(tables.decoding(rows)) == [
         ["16 requests over 1,000 tokens", "2.01", "7.00", "–", "1.50", "0.90", "0.70", "–"]
     ]
+    models = [shared | {"model": "a", "experts_us": 0.0}, shared | {"model": "b", "experts_us": 401.0}]
+    assert cells(tables.decoding(models)) == [
+        [f"{model}, 16 requests over 1,000 tokens", "2.01", "1.50", "0.90", "0.70", experts, "–"]
+        for model, experts in (("a", "–"), ("b", "0.41"))
+    ]
 
 
 def test_ablation_has_a_line_for_each_forest_and_the_error_of_predictions():

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from benchmarks import scaling, tables
 from benchmarks.ceilings import Ceilings
-from benchmarks.decode_step import PLAIN_MODELS, SharedDocument
-from benchmarks.decode_step import weight_bytes as bytes_of_model
+from benchmarks.decode_floor import weight_bytes as bytes_of_model
+from benchmarks.decode_step import SharedDocument
 from benchmarks.report import ROOT
 from benchmarks.scaling_model import (
     INFINIBAND,
     MACHINES,
     NVLINK,
+    PLAIN_MODELS,
     Costs,
     Exchange,
     Link,
