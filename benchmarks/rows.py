@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ _PACKAGES = ["jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-
 def provenance(*packages: str) -> dict:
     """Say on what a row is measured, and when; `packages` are further ones whose versions matter."""
     found, date = dict(versions(*_PACKAGES, *packages)), datetime.date.today().isoformat()
-    return {"device": jax.devices()[0].device_kind, "versions": found, "date": date}
+    flags = {"xla_flags": given} if (given := os.environ.get("XLA_FLAGS")) else {}
+    return {"device": jax.devices()[0].device_kind, "versions": found, "date": date} | flags
 
 
 def conditions(layout: Layout, *packages: str) -> dict:
