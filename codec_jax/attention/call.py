@@ -269,6 +269,7 @@ def _check(
         Heads.of(query, key_pages, key_pages),
         value_head_dim=plan.heads.value_head_dim,
         values_in_keys=value_pages is None,
+        rotated_beside=rope,
     )
     if value_pages is None:
         if heads.value_head_dim > heads.head_dim:

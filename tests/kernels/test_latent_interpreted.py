@@ -28,6 +28,7 @@ from pallas_kernels.hopper import latent, latent_compute
 # Copies that share one of the simulated threads of the copy engine hide each other's races.
 PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
 RACE = "RACE DETECTED"
+ONE_BYTE = jnp.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ class Case(NamedTuple):
     num_ctas: int = 2
     requests: int | None = None
     dtype: Any = jnp.bfloat16
-    query_dtype: Any = None  # that of the pages, or float32
+    query_dtype: Any = None  # that of the pages, or float32, as with pages of one byte
     window: int | None = None
     softcap: float | None = None
 
@@ -64,6 +65,7 @@ CASES = {
     "two tiles that are not full, a window, causal, a cap": Case(
         Tree([-1, 0, 0], [150, 40, 9], [2, 1]), 20, query_tokens=2, page_size=64, window=37, softcap=3.0
     ),
+    "one byte a number": Case(SIX, 16, num_ctas=3, page_size=8, requests=9, dtype=ONE_BYTE),
 }
 
 
@@ -78,7 +80,7 @@ def test_interpreted_kernels_equal_dense_attention_without_races(
     )  # fmt: skip
     num_pages = len(forest.used_pages) + 1
     arrays = random_arrays(forest, case.q_heads, case.dtype, 0, case.query_tokens, num_pages)
-    arrays = arrays._replace(query=arrays.query.astype(case.query_dtype or case.dtype))
+    arrays = arrays._replace(query=arrays.query.astype(case.query_dtype or arrays.query.dtype))
     check_latents(arrays, forest, plan, softcap=case.softcap)
     assert RACE not in capsys.readouterr().out
 
@@ -100,12 +102,13 @@ def test_one_plan_serves_leaves_that_grow_and_gives_nan_past_its_steps(capsys: p
     assert np.isnan(np.asarray(out, np.float32)).all()
 
 
-def test_draft_trees_equal_dense_attention_without_races(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, ONE_BYTE])
+def test_draft_trees_equal_dense_attention_without_races(dtype: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parent = [[-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0], [-1, 0, -1, 2, 2]]
     forest = Forest.from_nodes([-1, 0, 0, 0], [70, 3, 12, 0], [3, 2, 1])
     forest = forest.reserve(PagePool.create(16, forest.used_pages), 5)[0].extend(5)
     plan = latent_plan(forest, 4, query_tokens=5, num_ctas=2, block_capacity=0)
-    check_latents(random_arrays(forest, 4, jnp.bfloat16, 0, 5, 16), forest, plan, parent=parent)
+    check_latents(random_arrays(forest, 4, dtype, 0, 5, 16), forest, plan, parent=parent)
     assert RACE not in capsys.readouterr().out
 
 
