@@ -58,7 +58,7 @@ def random_arrays(forest: Forest, q_heads: int, dtype: Any, seed: int, query_tok
     slots = np.arange(num_pages * forest.page_size).reshape(num_pages, -1)
     held = LatentPages.zeros(num_pages, forest.page_size, KEY, dtype, rope=KEY - VALUE)
     held = held.write(slots, pages.astype(jnp.float32) * (by_token * by_part).astype(np.float32))
-    return Arrays(4 * query.astype(jnp.float32), held, held.rows(slice(None)))
+    return Arrays(query.astype(jnp.float32), held, held.rows(slice(None)))
 
 
 def check_latents(
@@ -93,7 +93,7 @@ def check_latents(
     for request in np.flatnonzero(forest.active) if requests is None else requests:
         above = None if parent is None else parent[request]
         exact = Exact.of(rounded, forest, request, parent=above, window=plan.arrays.window, **given)
-        # Scales and the numbers that they make are rounded as well.
+        # Scales and the numbers that they make are rounded as well, and so are those of keys.
         error = (1 + is_one_byte) * exact.error[..., :VALUE]
         excess = np.abs(out[request] - exact.out[..., :VALUE]) - error
         assert excess.max() <= 0, f"request {request}: error is {excess.max()} more than {error.max()}"

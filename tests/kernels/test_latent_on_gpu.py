@@ -159,17 +159,19 @@ def test_both_forms_merged_are_latent_attention_of_the_xla_path(heads: int) -> N
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02, rtol=0.02)
 
 
-def test_a_decoder_by_name_is_that_of_the_xla_path() -> None:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, ONE_BYTE])
+def test_a_decoder_by_name_is_that_of_the_xla_path(dtype: Any) -> None:
     sizes = Latent(size=VALUE, nope_dim=16, rope_dim=KEY - VALUE, value_dim=16)
     config = DecoderConfig(
-        64, 32, 64, num_layers=2, num_q_heads=16, num_kv_heads=1, head_dim=KEY, qk_norm=False, latent=sizes
-    )
+        64, 32, 64, num_layers=2, num_q_heads=16, num_kv_heads=1, head_dim=KEY, qk_norm=False, latent=sizes,
+        kv_dtype=dtype,
+    )  # fmt: skip
     model, forest = Decoder(config, nnx.Rngs(0)), Forest.from_nodes([-1, 0, 0], [100, 20, 5], [1, 2])
     forest = forest.reserve(PagePool.create(16, forest.used_pages), 3)[0].extend(3)
     tokens, plan = jnp.arange(6).reshape(2, 3), latent_plan(forest, 16, query_tokens=3)
     # Pages that hold something, for both requests to read.
-    pages = jax.random.normal(jax.random.key(0), (16, 16, 1, KEY), config.cache_dtype)
-    cache = (LatentPages(pages),) * 2
+    rows, slots = jax.random.normal(jax.random.key(0), (16, 16, 1, KEY)), np.arange(256).reshape(16, 16)
+    cache = (LatentPages.zeros(16, 16, KEY, config.cache_dtype, rope=KEY - VALUE).write(slots, rows),) * 2
     got, want = (
         np.asarray(model.decode(tokens, cache, forest, plan, implementation=name)[0], np.float32)
         for name in ("mosaic", "xla")
