@@ -3,10 +3,11 @@
     python -m benchmarks.latent --json benchmarks/results/latent_h200.json
 
 Every forest is attended with the q heads of several models and held to float32 attention; where it has shared nodes,
-also with K and V of their heads, reconstructed beforehand (`codec_jax.latent`). Times are those of
-benchmarks/attention.py, of attention's own kernels: what applies up_key and up_value is in both forms, and in
-`call_us` only. The roofline is what reading every latent once, or K and V of a node (and q and out) would take, or the
-products, in the cheaper form of each node.
+also with K and V of their heads, reconstructed beforehand (`codec_jax.latent`). With --float8 latents have one byte a
+number, as `LatentPages` has them, and there is no other form. Times are those of benchmarks/attention.py, of
+attention's own kernels: what applies up_key and up_value is in both forms, and in `call_us` only. The roofline is what
+reading every latent once, or K and V of a node (and q and out) would take, or the products, in the cheaper form of each
+node.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.rows import attempt, collect, conditions
 from benchmarks.timing import command, kernel_runs, kernel_time, parse
 from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import LATENT, LATENT_PROBE, Workload
-from codec_jax import PageSubset, make_plan
+from codec_jax import LatentPages, PageSubset, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.attention.latent import absorbed, expanded
 from codec_jax.latent import Reconstructed, choose_reconstructed, latent_attention, reconstruct
@@ -43,6 +44,8 @@ KEY, VALUE = 576, 512
 NOPE, ROPE, HEAD_VALUE = 128, KEY - VALUE, 128
 HEAD_KEY = NOPE + ROPE
 _BYTES = 2  # of a number
+#: Of a token in float8: numbers, a scale for each 128 of them, and the rotated key.
+_FLOAT8_TOKEN_BYTES = VALUE + 4 * VALUE // 128 + ROPE * _BYTES
 #: Of DeepSeek-V2-Lite, of Kimi K2, of DeepSeek-V3.
 _Q_HEADS = (16, 64, 128)
 
@@ -55,8 +58,11 @@ def main() -> None:
     parser.add_argument("--implementation", default="mosaic")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="four forests only")
+    parser.add_argument("--float8", action="store_true", help="latents of one byte a number, and no other form")
     parser.add_argument("--peers", action="store_true", help="FlashInfer's MLA too; it compiles kernels at first")
     arguments = parse(parser)
+    if arguments.float8 and arguments.peers:
+        parser.error("--float8: expected no --peers, which read bfloat16")
     rows = collect(measure_all(LATENT_PROBE if arguments.quick else LATENT, arguments), arguments.json)
     conclude("latent", rows, arguments.json, [f"{row['name']}, {row['variant']}" for row in rows if "error" in row])
 
@@ -71,14 +77,21 @@ def measure_all(workloads: Sequence[Workload], arguments: argparse.Namespace) ->
             with GPU.taken():
                 inputs = make_inputs(workload, layout)
                 known = conditions(layout, *(["torch", "flashinfer-python"] if peers else []))
-                known |= {"implementation": arguments.implementation} | bounds_of(workload, inputs, layout)
-                expected = reference(inputs._replace(value_pages=inputs.key_pages))[..., :VALUE]
-                row = {"variant": f"{q_heads} q heads"} | known
+                token_bytes = _FLOAT8_TOKEN_BYTES if arguments.float8 else KEY * _BYTES
+                known |= {"implementation": arguments.implementation}
+                known |= bounds_of(workload, inputs, layout, token_bytes)
+                pages = rows = inputs.key_pages
+                if arguments.float8:
+                    pages = _in_float8(rows)
+                    rows = pages.rows(slice(None))
+                expected = reference(inputs._replace(key_pages=rows, value_pages=rows))[..., :VALUE]
+                inputs = inputs._replace(key_pages=pages)
+                row = {"variant": f"{q_heads} q heads{', float8' * arguments.float8}"} | known
                 row |= attempt(partial(measure, inputs, layout, expected, *asked), "kernel_us", "error")
                 if peers:
                     row |= peers.measure(workload, layout, expected, arguments.repeats)
                 yield row
-                if (inputs.forest.readers > 1).any():
+                if (inputs.forest.readers > 1).any() and not arguments.float8:
                     measured = partial(measure_reconstructed, inputs, layout, *asked)
                     row = {"variant": f"{q_heads} q heads, K and V of what is shared"} | known
                     yield row | attempt(measured, "kernel_us", "error")
@@ -86,20 +99,28 @@ def measure_all(workloads: Sequence[Workload], arguments: argparse.Namespace) ->
         peers.close()
 
 
-def bounds_of(workload: Workload, inputs: Inputs, layout: Layout) -> dict:
+@jax.jit
+def _in_float8(latents: Array) -> LatentPages:
+    """Store the same latents in one byte a number."""
+    pages, size = latents.shape[:2]
+    slots = jnp.arange(pages * size).reshape(pages, size)
+    return LatentPages.zeros(pages, size, KEY, jnp.float8_e4m3fn, rope=ROPE).write(slots, latents)
+
+
+def bounds_of(workload: Workload, inputs: Inputs, layout: Layout, token_bytes: int = KEY * _BYTES) -> dict:
     """Count latents, and what reading each once, or multiplying, takes at least: of each node in its cheaper form."""
     forest, heads, most = inputs.forest, layout.num_q_heads, ceilings()
     counted = bounds(workload, forest, layout)
     tokens, rows = forest.length.astype(np.float64), forest.readers * heads
     tokens = np.where(rows > 0, tokens, 0.0)
-    forms = [(KEY, KEY + VALUE), (heads * (HEAD_KEY + HEAD_VALUE), HEAD_KEY + HEAD_VALUE)]
-    reading = np.stack([tokens * numbers * _BYTES for numbers, _ in forms]) / most.read_bytes_per_us
+    forms = [(token_bytes, KEY + VALUE), (heads * (HEAD_KEY + HEAD_VALUE) * _BYTES, HEAD_KEY + HEAD_VALUE)]
+    reading = np.stack([tokens * size for size, _ in forms]) / most.read_bytes_per_us
     multiplying = np.stack([2 * tokens * rows * products for _, products in forms]) / most.flops_per_us
     cheaper = np.maximum(reading, multiplying).argmin(axis=0)[None]
     queries = len(workload.leaf) * heads * (KEY + VALUE) * _BYTES / most.read_bytes_per_us
     reads, multiplies = (float(np.take_along_axis(each, cheaper, 0).sum()) for each in (reading, multiplying))
     return counted | {
-        "unique_bytes": counted["unique_tokens"] * KEY * _BYTES,
+        "unique_bytes": counted["unique_tokens"] * token_bytes,
         "roofline_us": max(reads + queries, multiplies),
     }
 

@@ -22,6 +22,7 @@ class Heads:
     query_dtype: np.dtype = _TWO_BYTES
     kv_dtype: np.dtype = _TWO_BYTES
     values_in_keys: bool = False  # the values are the first numbers of the keys, and are not stored again
+    rotated_beside: int = 0  # numbers of a key that have pages of their own, beside latents of one byte with scales
 
     @classmethod
     def of(cls, query: Any, key_pages: Any, value_pages: Any) -> "Heads":

@@ -8,7 +8,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from simulator import (
+    in_turn,
     multiply,
     multiply_values,
     query_scratch,
@@ -26,7 +28,7 @@ from pallas_kernels.hopper.latent_pipeline import LatentPipeline
 def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
-    for function in (query_scratch, query_views, view_units, multiply_values):
+    for function in (query_scratch, query_views, in_turn, view_units, multiply_values):
         monkeypatch.setattr(tensor_core, function.__name__, function)
     monkeypatch.setattr(latent_products, "multiply_latents", multiply_latents)
 
@@ -39,8 +41,11 @@ def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
 
         monkeypatch.setattr(latent, role, whole)
 
-    then_see("load_blocks", lambda pipeline, refs: see_completions(pipeline, (refs.left_free, refs.right_free), ()))
-    then_see("prepare", lambda pipeline, refs: see_completions(pipeline, [refs.right_free], [refs.query_free.at[0]]))
+    def see_rings(pipeline: LatentPipeline, _: Any) -> None:
+        see_completions(pipeline, [ring.free for ring in pipeline.rings if ring.free is not None], ())
+
+    then_see("load_blocks", see_rings)
+    then_see("prepare", lambda pipeline, refs: see_completions(pipeline, [pipeline.mask_free], [refs.query_free.at[0]]))
     then_see("score", lambda pipeline, refs: see_completions(pipeline, (), [refs.end_free.at[0]]))
 
 
@@ -49,4 +54,10 @@ def multiply_latents(pipeline: LatentPipeline, stage: jax.Array, buffer: jax.Arr
     refs = pipeline.refs
     query, left = query_tile(pipeline, buffer), read(refs.left_ring.at[stage])
     plgpu.barrier_wait(refs.right_full.at[stage])
-    return multiply(query, jnp.concatenate([left, read(refs.right_ring.at[stage])], axis=1).T)
+    keys = jnp.concatenate([left, read(refs.right_ring.at[stage])], axis=1)  # [block, 576 or 512]
+    products = multiply(query[:, : keys.shape[1]], keys.T)
+    if pipeline.sizes.is_one_byte:
+        rotated = read(refs.rotated_ring.at[stage])
+        bits = lax.bitcast_convert_type(query[:, keys.shape[1] :], rotated.dtype)
+        products += multiply(bits, rotated.T)
+    return products

@@ -47,16 +47,22 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     then_see("compute", lambda _: (), lambda pipeline: [pipeline.refs.state_free.at[pipeline.warpgroup]])
 
 
-def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple) -> Any:
-    """Describe the query buffers, [buffers, H / 64, units, rows, 64]."""
+def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple, rotated: Any = None) -> Any:
+    """Describe the query buffers, [buffers, H / 64, units, rows, 64]; all in one dtype."""
+    del tiled, rotated
     packing = sizes.packing
     shape = (sizes.query_buffers, sizes.query_parts, packing.units, packing.rows_of_unit, 64)
     return plgpu.SMEM(shape, sizes.dtype, transforms=(swizzle,))
 
 
 def query_views(refs: Any) -> Query:
-    """Both views are the same."""
-    return Query(refs, refs)
+    """All views are the same."""
+    return Query(refs, refs, refs)
+
+
+def in_turn(*refs: Any) -> Any:
+    """Describe memory for each use: the interpreter cannot view a reference in another dtype."""
+    return refs
 
 
 def ring_scratch(sizes: Sizes, columns: int, swizzle: Any, tiled: tuple) -> Any:

@@ -107,7 +107,7 @@ def forest_attention(
       value_scale: the same for values.
       implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, with pages of the same if H = V is 64, 256
         or a multiple of 8 from 72 to 128, or H = 192 and V = 128, with pages of one byte a number if H = V is 64, 128
-        or 256; and, by name only, pages of 16 bits with H = 576, V = 512, K = 1 and value_pages None),
+        or 256; and latents, H = 576, V = 512, K = 1 and value_pages None, of 16 bits or `LatentPages`),
         "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H and V multiples of 8 up to 256; on
         Hopper for plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest of them that
         this device and these shapes allow; where that is "xla" on a GPU, a warning says why.
@@ -270,6 +270,7 @@ def _check(
         Heads.of(query, key_pages, key_pages),
         value_head_dim=plan.heads.value_head_dim,
         values_in_keys=value_pages is None,
+        rotated_beside=rope,
     )
     if value_pages is None:
         if heads.value_head_dim > heads.head_dim:

@@ -7,6 +7,8 @@
                                                                      ▼ right[:, 256:], with the factor of O
     warpgroup 1, the follower                                        └► O[:, 256:] += P right[:, :256]
 
+Latents of one byte a number are what `latent_widen` makes of them, in shared memory, and all else is the same.
+
 A block is in shared memory once, for both products: 72 KiB for 64 tokens. With two of them and the query, 216 of 227
 KiB are taken, so there is no room for a second tile, and segments are narrow. The output of a tile, [64, 512] in
 float32, takes the registers of two warpgroups; scores are computed by one of them only, and while it is at the softmax
@@ -29,16 +31,20 @@ import jax.numpy as jnp
 from pallas_kernels import pac_arrays, plan_guard
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper import latent_widen, tensor_core
 from pallas_kernels.hopper.latent_compute import follow, score
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline, LatentSizes
+from pallas_kernels.hopper.latent_widen import ROTATED, OneBytePipeline
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS
 from pallas_kernels.hopper.pac_prepare import prepare
 from pallas_kernels.packing import TILE_ROWS
 
 _SCORER, _FOLLOWER, _LOADER, _PREPARER = range(4)
-_REGISTERS = {"score": 232, "follow": 168, "load": 40, "prepare": 72}  # of a thread; 4 x 128 threads share 65,536
+#: Of a thread; 4 x 128 threads share 65,536.
+_REGISTERS = {"score": 232, "follow": 168, "load": 40, "prepare": 72}
+#: Where who prepares also widens.
+_ONE_BYTE_REGISTERS = {"score": 232, "follow": 160, "load": 32, "prepare": 88}
 _STAGES = 2
 
 
@@ -47,47 +53,51 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
 
     Args:
       call: query and keys are bfloat16 or float16, of 576 numbers; value pages are None, for the values are the first
-        512 numbers of the keys. The plan has one lane, blocks of 64 tokens, and page_tokens a multiple of 8.
+        512 numbers of the keys. Or keys are the 512 numbers of float8_e4m3fn that are values as well, with their scales
+        and rotated keys in the call, and the query is `latent_widen.joined_query`. The plan has one lane, blocks of 64
+        tokens, and page_tokens a multiple of 8.
       scores: what becomes of the products of query and keys.
 
     Returns what `pac` returns: out [num_partials, 64, 512], max, sum and violations.
     """
-    query = call.query
+    query, beside = call.query, {"scales": call.latent_scale, "rotated": call.rotated_keys}
     sizes: LatentSizes = LatentSizes.of(call, scores, _STAGES, kv_dtype=call.key_pages.dtype)
+    pages = {"latents": call.key_pages} | {name: x for name, x in beside.items() if x is not None}
     inputs = {
         "query": query.reshape(-1, *query.shape[2:]),  # [B x T, N, 576]
-        "latents": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, 1, 576]
+        # [num_pages x page_tokens, 1, 576] or, of one byte a number, 512, 4 and 64
+        **{name: x.reshape(-1, *x.shape[2:]) for name, x in pages.items()},
         **pac_arrays.inputs_of(call, sizes),
     }
     for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, call.plan.heads.value_head_dim)
-    scratch = _scratch(sizes)
+    scratch, registers = _scratch(sizes), _ONE_BYTE_REGISTERS if sizes.is_one_byte else _REGISTERS
 
     def body(*refs: Any) -> None:
         named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
         named.query_buffers = tensor_core.query_views(named.query_buffers)
-        pipeline = LatentPipeline(named, sizes)
+        pipeline = OneBytePipeline(named, sizes) if sizes.is_one_byte else LatentPipeline(named, sizes)
 
         @pl.when(pipeline.warpgroup == _SCORER)
         def _score() -> None:
-            plgpu.set_max_registers(_REGISTERS["score"], action="increase")
+            plgpu.set_max_registers(registers["score"], action="increase")
             score(pipeline)
 
         @pl.when(pipeline.warpgroup == _FOLLOWER)
         def _follow() -> None:
-            plgpu.set_max_registers(_REGISTERS["follow"], action="increase")
+            plgpu.set_max_registers(registers["follow"], action="increase")
             follow(pipeline)
 
         @pl.when(pipeline.warpgroup == _LOADER)
         def _load() -> None:
-            plgpu.set_max_registers(_REGISTERS["load"], action="decrease")
+            plgpu.set_max_registers(registers["load"], action="decrease")
             load_blocks(pipeline)
 
         @pl.when(pipeline.warpgroup == _PREPARER)
         def _prepare() -> None:
-            plgpu.set_max_registers(_REGISTERS["prepare"], action="decrease")
+            plgpu.set_max_registers(registers["prepare"], action="decrease")
             prepare(pipeline)
             plan_guard.look(named)
 
@@ -109,19 +119,22 @@ def _scratch(sizes: LatentSizes) -> dict[str, Any]:
     """Describe shared memory and barriers."""
     swizzle = plgpu.SwizzleTransform(128)
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
-    stages, block = sizes.stages, sizes.block
+    stages, block, is_one_byte = sizes.stages, sizes.block, sizes.is_one_byte
+    right = plgpu.SMEM((stages, block, sizes.head_dim - HALF), sizes.dtype, transforms=tiled)
+    # What is widened has no copies that arrive by themselves.
+    left_copies, right_copies = (0, 1) if is_one_byte else (sizes.pages_per_block,) * 2
     return {
-        "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled),  # `Query`
+        "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled, ROTATED if is_one_byte else None),  # `Query`
         "left_ring": plgpu.SMEM((stages, block, HALF), sizes.dtype, transforms=tiled),
-        "right_ring": plgpu.SMEM((stages, block, sizes.head_dim - HALF), sizes.dtype, transforms=tiled),
+        **(latent_widen.scratch(sizes, tiled) if is_one_byte else {"right_ring": right}),
         # Readers, and positions with causal masks and windows, of each token.
         "mask": plgpu.SMEM((stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
         "factor": plgpu.SMEM((stages + 1, TILE_ROWS), jnp.float32),  # of the output so far, and of all in the end
         "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * sizes.query_parts, num_barriers=1),
         "query_together": plgpu.Barrier(num_arrivals=sizes.query_parts, num_barriers=1),
         "query_free": plgpu.Barrier(num_barriers=1),
-        "left_full": plgpu.Barrier(num_arrivals=sizes.pages_per_block + 1, num_barriers=stages),
-        "right_full": plgpu.Barrier(num_arrivals=sizes.pages_per_block, num_barriers=stages),
+        "left_full": plgpu.Barrier(num_arrivals=left_copies + 1, num_barriers=stages),
+        "right_full": plgpu.Barrier(num_arrivals=right_copies, num_barriers=stages),
         "left_free": plgpu.Barrier(num_barriers=stages),
         "right_free": plgpu.Barrier(num_barriers=stages),
         "weights_full": plgpu.Barrier(num_barriers=stages),

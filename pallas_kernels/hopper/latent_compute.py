@@ -69,7 +69,7 @@ def follow(pipeline: LatentPipeline) -> None:
             plgpu.barrier_wait(refs.weights_full.at[stage])
             accs = _scaled(pipeline, accs, _load_factor(pipeline, stage))
             values = refs.right_ring.at[stage, :, pl.ds(0, HALF)]  # [block, 256]
-            accs = tensor_core.multiply_values(pipeline, accs, _weights(pipeline, stage), values)  # [64, 128] each
+            accs = tensor_core.multiply_values(pipeline, accs, pipeline.weights(stage), values)  # [64, 128] each
             plgpu.barrier_arrive(refs.right_free.at[stage])
             return accs
 
@@ -116,7 +116,7 @@ def _score_block(pipeline: LatentPipeline, lane: LaneWork, i: jax.Array, state: 
     rounded = clear_other_rows(visible, weights.astype(sizes.dtype))
     # A store waits for all warps, so none writes where another one's products still read keys.
     refs.factor.at[stage][...] = alpha
-    _weights(pipeline, stage)[...] = rounded
+    pipeline.weights(stage)[...] = rounded
     plgpu.commit_smem()  # products read them
     plgpu.barrier_arrive(refs.weights_full.at[stage])
     row_sum = state.sum * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
@@ -136,11 +136,6 @@ def _write(pipeline: LatentPipeline, partial: jax.Array, first: int, accs: list[
     columns = pipeline.sizes.acc_columns
     for i, acc in enumerate(_scaled(pipeline, accs, inverse)):
         pipeline.refs.out.at[partial, :, pl.ds(first + i * columns, columns)][...] = acc
-
-
-def _weights(pipeline: LatentPipeline, stage: jax.Array) -> Any:
-    """Refer to where a block's weights are passed on, [64, block]: its last columns, which only the scores need."""
-    return pipeline.refs.right_ring.at[stage, :, pl.ds(HALF, pipeline.sizes.block)]
 
 
 def _load_factor(pipeline: LatentPipeline, place: Any) -> jax.Array:

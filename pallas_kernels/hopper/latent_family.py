@@ -19,6 +19,8 @@ _KEY_COLUMNS, _VALUE_COLUMNS = 576, 512
 #: Two blocks and a tile of the query fill the shared memory of a multiprocessor, and a tile's output the registers.
 _BLOCK_TOKENS, _LANES = 64, 1
 _DTYPES = (jnp.bfloat16, jnp.float16)
+#: With scales and rotated keys beside them, as `codec_jax.LatentPages` has them.
+ONE_BYTE = jnp.float8_e4m3fn
 
 
 def tiling(heads: Heads, device: jax.Device) -> Tiling:
@@ -30,10 +32,16 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
     """Say why the kernels cannot serve a call on a device; None if they can."""
     if reason := why_not_on(device):
         return reason
-    if heads.kv_dtype not in _DTYPES or heads.query_dtype not in (jnp.float32, heads.kv_dtype):
+    if heads.rotated_beside:
+        if heads.kv_dtype != ONE_BYTE or heads.rotated_beside != _KEY_COLUMNS - _VALUE_COLUMNS:
+            return (
+                f"of latents with scales it takes {jnp.dtype(ONE_BYTE)} and {_KEY_COLUMNS - _VALUE_COLUMNS} numbers of "
+                f"rotated keys, got {heads.kv_dtype} and {heads.rotated_beside}"
+            )
+    elif heads.kv_dtype not in _DTYPES or heads.query_dtype not in (jnp.float32, heads.kv_dtype):
         return (
-            "of latents it takes bfloat16 or float16, and a query of the same or of float32, got "
-            f"{heads.kv_dtype} and {heads.query_dtype}"
+            f"of latents it takes bfloat16 or float16, or {jnp.dtype(ONE_BYTE)} as `LatentPages` have it, and a query "
+            f"of the same or of float32, got {heads.kv_dtype} and {heads.query_dtype}"
         )
     got = heads.num_kv_heads, heads.head_dim, heads.value_head_dim
     if got != (1, _KEY_COLUMNS, _VALUE_COLUMNS) or not heads.values_in_keys:
@@ -53,9 +61,12 @@ def attend(call: Call, scores: Scores) -> tuple[Array, Array, Array]:
     """Run PAC over latents and POR, as `Family.attend` promises."""
     # A JAX that was built without GPU support may not have their dialect.
     from pallas_kernels.hopper.latent import latent_pac
+    from pallas_kernels.hopper.latent_widen import joined_query
     from pallas_kernels.hopper.por import por
 
     def pac(call: Call) -> tuple[Array, ...]:
-        return latent_pac(call._replace(query=call.query.astype(call.key_pages.dtype)), scores)
+        is_one_byte = call.key_pages.dtype == ONE_BYTE
+        query = joined_query(call.query) if is_one_byte else call.query.astype(call.key_pages.dtype)
+        return latent_pac(call._replace(query=query), scores)
 
     return two_launches.run(call, pac, por)

@@ -35,7 +35,7 @@ HALF = 256
 
 @dataclass(frozen=True)
 class LatentSizes(Sizes):
-    """All that is known when the kernel is compiled."""
+    """All that is known when the kernel is compiled. `head_dim` counts rotated keys, wherever their pages are."""
 
     @property
     def acc_columns(self) -> int:
@@ -63,3 +63,7 @@ class LatentPipeline(Pipeline):
         """Pick the full barrier of block `number`."""
         del segment
         return barrier.at[self.stage(number)]
+
+    def weights(self, stage: jax.Array) -> Any:
+        """Refer to where a block's weights are passed on, [64, block]: its last columns, which only the scores need."""
+        return self.refs.right_ring.at[stage, :, pl.ds(HALF, self.sizes.block)]

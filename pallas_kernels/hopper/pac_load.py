@@ -52,9 +52,11 @@ def load_blocks(pipeline: Pipeline) -> None:
                         arrived,
                     )
 
-                @pl.when(number >= sizes.stages)
-                def _wait(free: Any = free) -> None:
-                    plgpu.barrier_wait(free.at[stage])
+                if free is not None:
+
+                    @pl.when(number >= sizes.stages)
+                    def _wait(free: Any = free) -> None:
+                        plgpu.barrier_wait(free.at[stage])
 
                 @pl.when(together)
                 def _one_copy(copy: Any = copy, arrived: Any = arrived) -> None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -41,20 +42,20 @@ UNIFORM_READERS = -(1 << 31)
 
 
 class Ring(NamedTuple):
-    """A ring of blocks: where their pages are copied from, and its barriers. Masks come before the first ring's blocks
-    are full, and go when the last ring's are free."""
+    """A ring of blocks: where their pages are copied from, and its barriers."""
 
     tokens: Any  # [num_pages x page_tokens, K, columns]
     blocks: Any  # [stages, block, columns]; with padded heads [stages, columns / 64, block, 64], as copies write them
     full: Any
-    free: Any
+    free: Any  # None where another ring's says it too
 
 
 class Query(NamedTuple):
-    """Two views of the query buffers, [buffers, H / 64, 64, 64]."""
+    """Views of the query buffers, [buffers, H / 64, 64, 64]."""
 
     units: Any  # as copies write them
     tiles: Any  # as products read them
+    rotated: Any = None  # the same, of the dtype of rotated keys, where that is another
 
 
 class PaddedRing(NamedTuple):
@@ -127,6 +128,15 @@ class Pipeline:
             keys, values = keys.copies, values.copies
         first = Ring(refs.keys, keys, refs.keys_full, refs.keys_free)
         return first, Ring(refs.values, values, refs.values_full, refs.values_free)
+
+    @property
+    def mask_free(self) -> Any:
+        """The barriers, one for each stage, after which a block's mask is not needed any more."""
+        return self.rings[-1].free
+
+    def give_mask(self, segment: Segment, number: jax.Array) -> None:
+        """Say that the mask of block `number` is in place: the first ring's block is full with it."""
+        plgpu.barrier_arrive(self.full(self.rings[0].full, segment, number))
 
     def each_segment(self, work: Callable[..., Any], carried: Any = None) -> Any:
         """Call carried = work(segment, the next one, blocks done before it, buffer, carried) for every segment.

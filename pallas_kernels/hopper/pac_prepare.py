@@ -57,11 +57,11 @@ def prepare(pipeline: Pipeline) -> None:
 
             @pl.when(number >= sizes.stages)
             def _wait() -> None:
-                plgpu.barrier_wait(pipeline.rings[-1].free.at[stage])
+                plgpu.barrier_wait(pipeline.mask_free.at[stage])
 
             for plane, values in enumerate(planes):
                 refs.mask.at[stage, plane][...] = values
-            plgpu.barrier_arrive(pipeline.full(pipeline.rings[0].full, segment, number))
+            pipeline.give_mask(segment, number)
             return masks if following is None else _look_up(pipeline, following)
 
         middle = segment.first_masked - segment.begin

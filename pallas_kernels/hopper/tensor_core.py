@@ -1,4 +1,4 @@
-"""Work that only a GPU does: products by wgmma, and two views of one shared memory."""
+"""Work that only a GPU does: products by wgmma, and several views of one shared memory."""
 
 from typing import Any
 
@@ -12,18 +12,20 @@ from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Size
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
-def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple) -> Any:
-    """Describe the query buffers.
+def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple, rotated: Any = None) -> Any:
+    """Describe the query buffers; with a third view if rotated keys have a dtype of their own.
 
-    Of 64 columns, rows follow each other in the same places with and without tiles of 8 rows. Both views begin where
+    Of 64 columns, rows follow each other in the same places with and without tiles of 8 rows. All views begin where
     their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
     """
     shape = (sizes.query_buffers, sizes.query_parts, TILE_ROWS, 64)
-    return plgpu.RefUnion(*(plgpu.SMEM(shape, sizes.dtype, transforms=view) for view in ((swizzle,), tiled)))
+    views = [((swizzle,), sizes.dtype), (tiled, sizes.dtype)]
+    views += [] if rotated is None else [(tiled, rotated)]
+    return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=view) for view, dtype in views))
 
 
 def query_views(refs: Any) -> Query:
-    """Name the two views."""
+    """Name the views."""
     return Query(*refs)
 
 
@@ -39,6 +41,11 @@ def ring_scratch(sizes: Sizes, columns: int, swizzle: Any, tiled: tuple) -> Any:
 def ring_views(refs: Any) -> PaddedRing:
     """Name the two views."""
     return PaddedRing(*refs)
+
+
+def in_turn(*refs: Any) -> Any:
+    """Describe memory that has several uses, one after the other. They begin where it begins, as with query buffers."""
+    return plgpu.RefUnion(*refs)
 
 
 def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:

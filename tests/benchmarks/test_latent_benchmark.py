@@ -21,7 +21,7 @@ def test_every_number_of_q_heads_is_measured_and_held_to_the_first_numbers_of_th
     monkeypatch.setattr(
         latent, "kernel_runs", lambda call, repeats: [[("a_mosaic_gpu", call().size / 1e3), ("gemm", 1.0)]] * 2
     )
-    asked = Namespace(q_heads=[2, 4], page_size=16, implementation="xla", repeats=1, peers=False)
+    asked = Namespace(q_heads=[2, 4], page_size=16, implementation="xla", repeats=1, peers=False, float8=False)
     rows = list(latent.measure_all([WORKLOAD, flat(2, 30)], asked))
     assert [row.get("error") for row in rows] == [None] * 6
     assert [(row["variant"], row["kernel_us"], row.get("call_us")) for row in rows] == [
@@ -36,6 +36,9 @@ def test_every_number_of_q_heads_is_measured_and_held_to_the_first_numbers_of_th
     assert [row.get("reconstructed_pages") for row in rows] == [None, 19, None] * 2
     assert all(row["relative_error"] < 5e-3 for row in rows)
     assert tables.score_variants(rows).count("μs") == 6
+    (row,) = latent.measure_all([WORKLOAD], Namespace(**vars(asked) | {"q_heads": [2], "float8": True}))
+    assert (row["variant"], row.get("error"), row["unique_bytes"]) == ("2 q heads, float8", None, 360 * 656)
+    assert row["relative_error"] < 5e-3
 
 
 def test_the_roofline_counts_a_latent_once_and_its_products_for_every_request() -> None:

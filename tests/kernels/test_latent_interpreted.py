@@ -100,12 +100,13 @@ def test_one_plan_serves_leaves_that_grow_and_gives_nan_past_its_steps(capsys: p
     assert np.isnan(np.asarray(out, np.float32)).all()
 
 
-def test_draft_trees_equal_dense_attention_without_races(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_draft_trees_equal_dense_attention_without_races(dtype: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parent = [[-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0], [-1, 0, -1, 2, 2]]
     forest = Forest.from_nodes([-1, 0, 0, 0], [70, 3, 12, 0], [3, 2, 1])
     forest = forest.reserve(PagePool.create(16, forest.used_pages), 5)[0].extend(5)
     plan = latent_plan(forest, 4, query_tokens=5, num_ctas=2, block_capacity=0)
-    check_latents(random_arrays(forest, 4, jnp.bfloat16, 0, 5, 16), forest, plan, parent=parent)
+    check_latents(random_arrays(forest, 4, dtype, 0, 5, 16), forest, plan, parent=parent)
     assert RACE not in capsys.readouterr().out
 
 

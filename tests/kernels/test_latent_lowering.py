@@ -14,12 +14,15 @@ from codec_jax import Forest, Window, make_plan
 from codec_jax.attention import backends
 from pallas_kernels import HOPPER, HOPPER_LATENT, Heads, Scores
 
+ONE_BYTE = jnp.float8_e4m3fn
+
 
 @pytest.mark.parametrize(
     ("q_heads", "query_tokens", "page_size", "dtype", "window", "softcap", "drafts"),
     [
         (128, 1, 64, jnp.bfloat16, Window(64, chunked=True), None, False),
         (20, 5, 8, jnp.float32, None, 30.0, True),
+        (128, 2, 64, ONE_BYTE, Window(64), None, False),
     ],
 )
 def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_latents(
@@ -29,19 +32,24 @@ def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_latents(
     leaves = range(1, requests + 1)
     forest = Forest.from_nodes([-1, *[0] * requests], [200, *[40] * requests], leaves, page_size=page_size)
     plan = latent_plan(forest, q_heads, query_tokens=query_tokens, window=window)
-    query = jax.ShapeDtypeStruct((requests, query_tokens, q_heads, KEY), dtype)
-    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, 1, KEY), jnp.bfloat16)
+    is_one_byte, tokens = dtype == ONE_BYTE, (64, plan.arrays.page_tokens, 1)
+    query = jax.ShapeDtypeStruct((requests, query_tokens, q_heads, KEY), jnp.float32 if is_one_byte else dtype)
+    pages = jax.ShapeDtypeStruct((*tokens, VALUE if is_one_byte else KEY), ONE_BYTE if is_one_byte else jnp.bfloat16)
+    scales = jax.ShapeDtypeStruct((*tokens, 4), jnp.float32)
+    rotated = jax.ShapeDtypeStruct((*tokens, KEY - VALUE), jnp.bfloat16)
+    beside = (scales, rotated) if is_one_byte else (None, None)
     by_token = jax.ShapeDtypeStruct((plan.arrays.block_pages.shape[0], plan.arrays.block_tokens), jnp.int32)
     planes = (by_token,) * ((1 + (window is not None)) * drafts)
     attend = jax.jit(partial(attend_latents, softcap=softcap))
-    lowered = attend.trace(query, pages, forest, plan, planes).lower(lowering_platforms=("cuda",))
+    lowered = attend.trace(query, pages, forest, plan, planes, beside).lower(lowering_platforms=("cuda",))
     assert (lowered.out_info.shape, lowered.out_info.dtype) == ((*query.shape[:3], VALUE), query.dtype)
     text = lowered.as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
-    assert "stablehlo.slice" not in text
+    assert is_one_byte or "stablehlo.slice" not in text  # of the query
     assert "stablehlo.transpose" not in text
 
 
+ONE_BYTE_LATENTS = {"kv_dtype": jnp.dtype(ONE_BYTE), "query_dtype": jnp.dtype(jnp.float32), "rotated_beside": 64}
 DEVICE = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=132)
 LATENTS = {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": KEY, "value_head_dim": VALUE, "values_in_keys": True}
 
@@ -54,7 +62,14 @@ LATENTS = {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": KEY, "value_head_d
         ({"query_dtype": jnp.dtype(jnp.float32)}, None),
         ({"query_dtype": jnp.dtype(jnp.float16)}, "same or of float32, got bfloat16 and float16"),
         ({"kv_dtype": jnp.dtype(jnp.float32), "query_dtype": jnp.dtype(jnp.float32)}, "got float32 and float32"),
-        ({"kv_dtype": jnp.dtype(jnp.float8_e4m3fn)}, "bfloat16 or float16, .*, got float8_e4m3fn and bfloat16"),
+        ({"kv_dtype": jnp.dtype(ONE_BYTE)}, "bfloat16 or float16, .*`LatentPages` .*, got float8_e4m3fn and bfloat16"),
+        (ONE_BYTE_LATENTS, None),
+        (ONE_BYTE_LATENTS | {"rotated_beside": 32}, "and 64 numbers of rotated keys, got float8_e4m3fn and 32"),
+        (
+            ONE_BYTE_LATENTS | {"kv_dtype": jnp.dtype(jnp.float8_e5m2)},
+            "it takes float8_e4m3fn and 64 .* got float8_e5m2",
+        ),
+        (ONE_BYTE_LATENTS | {"value_head_dim": 384}, "with value_head_dim=512.*, and values of 384"),
         ({"num_kv_heads": 2}, r"1 kv head of 576 .* got 2 of 576, and values of 512 in the same pages"),
         ({"value_head_dim": KEY}, r"with value_head_dim=512\), got 1 of 576, and values of 576 in the same pages"),
         ({"values_in_keys": False}, r"value_pages=None.*, and values of 512 in pages of their own"),
