@@ -9,27 +9,19 @@ from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.packing import TILE_ROWS
-
-_PALLAS: Any = plgpu  # before 0.11 it has fewer names
-
 THREADS = 128
 #: A number for each thread.
 THREAD = plgpu.Layout.WG_STRIDED((THREADS,), 1)
-#: Products in float32, [64, columns]; None before JAX 0.11, which has no such products.
-PRODUCTS: Any = _PALLAS.Layout.MMA_ACC(jnp.float32) if hasattr(plgpu.Layout, "MMA_ACC") else None
 #: How shared memory holds what products read.
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 _CHUNK = 8  # numbers of 2 bytes in 16 bytes
-_STEP = 16  # tokens of one product with V
 
 
 def place_of_chunk(row: Any, chunk: Any, columns: int) -> Any:
@@ -51,7 +43,7 @@ def gather(ref: Any, index: jax.Array) -> jax.Array:
     )
     def load(_: Any, ref: Any, index: Any) -> Any:
         number, memory = ir.IntegerType.get_signless(32), _global(ref)
-        return _by_thread(llvm.load(number, _at(memory, [_only(index)], number)), is_signed=True)
+        return _by_thread(llvm.load(number, at_index(memory, [_only(index)], number)), is_signed=True)
 
     return load(ref, index)
 
@@ -67,7 +59,7 @@ def keep(ref: Any, numbers: jax.Array) -> None:
         number, thread = ir.IntegerType.get_signless(32), mgpu.utils.thread_idx()
         exists = arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(ref.type.shape[0], number))
         with mgpu.when(exists):
-            llvm.store(_only(numbers), _at(mgpu.utils.memref_ptr(ref), [thread], number))
+            llvm.store(_only(numbers), at_index(mgpu.utils.memref_ptr(ref), [thread], number))
 
     store(ref, numbers)
 
@@ -98,12 +90,12 @@ def copy_rows(source: Any, rows: Any, target: Any) -> None:
             size = arith.select(exists, mgpu.c(2 * _CHUNK, word), mgpu.c(0, word))  # the rest is filled with 0
         for begin in range(0, copied // _CHUNK, THREADS):
             row = row_of_thread + begin // chunks
-            number = llvm.load(ir.IntegerType.get_signless(32), _at(rows_, [_only(row)], row.mlir_dtype))
+            number = llvm.load(ir.IntegerType.get_signless(32), at_index(rows_, [_only(row)], row.mlir_dtype))
             first = arith.muli(arith.extui(long, number), mgpu.c(head_dim, long))
             place = _only(place_of_chunk(row, chunk, columns))
             nvvm.cp_async_shared_global(
-                _at(to, [place], element),
-                _at(from_, [arith.addi(first, column)], element),
+                at_index(to, [place], element),
+                at_index(from_, [arith.addi(first, column)], element),
                 2 * _CHUNK,
                 nvvm.LoadCacheModifierKind.CG,
                 cp_size=size,
@@ -146,32 +138,6 @@ def wait_for_threads() -> None:
     wait()
 
 
-def multiply_keys(query: Any, keys: Any) -> jax.Array:
-    """Return the products of a tile of the query and a block of keys, [64, block], both in `TILED` shared memory."""
-    dtype = query.dtype
-    scores = plgpu.layout_cast(jnp.full((TILE_ROWS, keys.shape[0]), 0, jnp.float32), PRODUCTS)
-    for begin in range(0, query.shape[1], 64):
-        columns = pl.ds(begin, 64)
-        left = _load(query.at[:, columns], _PALLAS.Layout.MMA_LHS(dtype))
-        right = _load(keys.at[:, columns].transpose((1, 0)), _PALLAS.Layout.MMA_RHS(dtype))
-        scores = _PALLAS.mma(scores, left, right)
-    return scores
-
-
-def multiply_values(accs: list[jax.Array], weights: jax.Array, values: Any) -> list[jax.Array]:
-    """Add the products of weights, float32 [64, block], and a block of values to accumulators, [64, 64] each.
-
-    The weights are rounded to the dtype of the values, which are in `TILED` shared memory.
-    """
-    left, layout = _as_operands(weights, values.dtype), _PALLAS.Layout.MMA_RHS(values.dtype)
-    for step, operand in enumerate(left):
-        tokens = pl.ds(step * _STEP, _STEP)
-        accs = [
-            _PALLAS.mma(acc, operand, _load(values.at[tokens, pl.ds(i * 64, 64)], layout)) for i, acc in enumerate(accs)
-        ]
-    return accs
-
-
 def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> None:
     """Store rows in global memory, each at a place of its own.
 
@@ -197,36 +163,19 @@ def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> 
             with mgpu.when(exists):
                 first = arith.muli(arith.extui(long, at), mgpu.c(head_dim, long))
                 first = arith.addi(first, column)
-                llvm.store(row, _at(_global(target), [first], element))
+                llvm.store(row, at_index(_global(target), [first], element))
 
     store(target, places, rows)
 
 
-def _as_operands(weights: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Round products to what the next products take on their left, [64, 16] each: all threads have the right ones."""
-    layout, steps = _PALLAS.Layout.MMA_LHS(dtype), weights.shape[1] // _STEP
-    operand = plgpu.ShapeDtypeStruct((TILE_ROWS, _STEP), dtype, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(PRODUCTS,), return_type=[operand] * steps)
-    def round_(_: Any, weights: Any) -> Any:
-        rounded, of_operand = weights.astype(mgpu.utils.dtype_to_ir_type(dtype)), layout.to_mgpu()
-        registers = rounded.registers.reshape(steps, *of_operand.registers_shape(operand.shape))
-        return [mgpu.FragmentedArray(_registers=part, _layout=of_operand, _is_signed=None) for part in registers]
-
-    return round_(weights)
-
-
-def _load(ref: Any, layout: Any) -> jax.Array:
-    return _PALLAS.load(ref, layout=layout)
+def at_index(pointer: Any, index: list[Any], element: Any) -> Any:
+    """Return the pointer to an element of what a pointer points to."""
+    return mgpu.utils.getelementptr(pointer, index, element)
 
 
 def _global(ref: Any) -> Any:
     """Return the pointer to an array in global memory."""
     return llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
-
-
-def _at(pointer: Any, index: list[Any], element: Any) -> Any:
-    return mgpu.utils.getelementptr(pointer, index, element)
 
 
 def _element(register: Any) -> Any:

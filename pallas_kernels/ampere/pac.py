@@ -24,7 +24,7 @@ from pallas_kernels.ampere.instructions import TILED
 from pallas_kernels.ampere.pac_compute import compute
 from pallas_kernels.ampere.pac_load import Ahead, begin
 from pallas_kernels.ampere.pac_work import Numbers, Sizes, Work
-from pallas_kernels.ampere.tiling import columns_of, stages_of
+from pallas_kernels.ampere.tiling import block_of, columns_of
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
 from pallas_kernels.packing import TILE_ROWS
@@ -43,15 +43,17 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     """
     query, plan = call.query, call.plan
     head_dim, value_head_dim = plan.heads.head_dim, plan.heads.value_head_dim
+    block = block_of(plan.heads, plan.block_tokens)
     sizes = Sizes.of(
         call,
         scores,
-        stages_of(plan.heads, plan.block_tokens),
+        block.stages,
         key_columns=columns_of(head_dim),
         value_columns=columns_of(value_head_dim),
         num_q_heads=query.shape[2],
         num_kv_heads=plan.heads.num_kv_heads,
         num_blocks=plan.block_pages.shape[0],
+        split=block.split,
     )
     assert call.value_pages is not None  # or `why_not` would have said so
     inputs = {
@@ -72,12 +74,11 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         plan_guard.look(work.refs)  # while the first blocks are on their way
 
         def step(number: jax.Array, carry: tuple) -> tuple:
-            segment, done, ahead = carry
+            segment, ahead = carry
             following = work.segment(number + 1)
-            ahead = compute(work, segment, done, ahead)
-            return following, done + segment.end - segment.begin, ahead
+            return following, compute(work, segment, ahead)
 
-        carry: tuple[Any, jax.Array, Ahead] = (work.first_segment, jnp.int32(0), ahead)
+        carry: tuple[Any, Ahead] = (work.first_segment, ahead)
         lax.fori_loop(work.first, work.last, step, carry)
 
     kernel = plgpu.kernel(

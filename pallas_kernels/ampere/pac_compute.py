@@ -1,5 +1,6 @@
 """Products and softmax of PAC: scores, masks, online softmax, values, and a partial at a segment's end."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,22 +9,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ampere import instructions
-from pallas_kernels.ampere.instructions import PRODUCTS
-from pallas_kernels.ampere.pac_load import Ahead, copy_block, copy_query, keep_rows, wait_for_block
+from pallas_kernels.ampere import instructions, products
+from pallas_kernels.ampere.pac_load import Ahead, awaited, copy_block, copy_query, keep_rows, wait_for_block
 from pallas_kernels.ampere.pac_work import Numbers, Work
-from pallas_kernels.compat import load
+from pallas_kernels.ampere.products import PRODUCTS, ROWS
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
 from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, readers_of_token, unpack_readers
 
-_ROWS = PRODUCTS and PRODUCTS.reduce(1)
 _TWO_LOOPS = 128  # columns of a head, at most, for unmasked blocks to have a loop of their own
 
 
 class _State(NamedTuple):
-    """Softmax of a tile so far, not normalised; maximum in units of log2."""
+    """Softmax of a slab so far, as `products` has them, not normalised; maximum in units of log2."""
 
     accs: list[jax.Array]  # [64, 64] each
     max: jax.Array  # [64]
@@ -41,41 +40,47 @@ class _Entry(NamedTuple):
 _Entries = _Entry | list[jax.Array]  # or the planes of the mask, where those are given
 
 
-def compute(work: Work, segment: Segment, done: jax.Array, ahead: Ahead) -> Ahead:
-    """Work off the blocks of a segment, `done` blocks after the thread block's first; return what is copied next."""
+def compute(work: Work, segment: Segment, ahead: Ahead) -> Ahead:
+    """Work off the blocks of a segment; return what is copied next."""
     # Two loops need registers for the addresses of both, which accumulators of 256 columns leave for one.
-    middle = jnp.int32(0) if work.sizes.value_columns > _TWO_LOOPS else segment.first_masked - segment.begin
+    middle = segment.begin if work.sizes.value_columns > _TWO_LOOPS else segment.first_masked
     # Asked for ahead of all else: what a mask needs takes two trips to memory.
-    entries = _entries_of(work, segment.begin + middle)
+    entries = _entries_of(work, middle)
     copy_query(work, segment)
     planes = _mask_planes(work, entries)
-    following = _entries_of(work, segment.begin + middle + 1)
+    following = _entries_of(work, middle + 1)
+    split = work.sizes.split
+    in_use = work.refs.used_rows[0] - segment.tile0 * work.sizes.packing.tile_rows
+    in_use = products.slabs_in_use(in_use, split, work.warp)
 
-    def whole(i: jax.Array, carry: tuple) -> tuple:
-        state, ahead = carry
-        wait_for_block(work, done + i)
+    def whole(_: jax.Array, carry: tuple) -> tuple:
+        states, ahead = carry
+        number = awaited(work, ahead)
+        wait_for_block(work, number)
         ahead = copy_block(work, ahead)
-        state = _step(work, segment, done + i, state, masked=False)
+        states = _add_block(work, segment, number, states, in_use, masked=False)
         keep_rows(work, ahead)
-        return state, ahead
+        return states, ahead
 
-    def masked(i: jax.Array, carry: tuple) -> tuple:
-        state, ahead, following = carry
-        wait_for_block(work, done + i)
+    def masked(block: jax.Array, carry: tuple) -> tuple:
+        states, ahead, following = carry
+        number = awaited(work, ahead)
+        wait_for_block(work, number)
         ahead = copy_block(work, ahead)
-        planes, following = _mask_planes(work, following), _entries_of(work, segment.begin + i + 2)
-        state = _step(work, segment, done + i, state, masked=True)
+        planes, following = _mask_planes(work, following), _entries_of(work, block + 2)
+        readers = work.numbers(Numbers.READERS, number)
+        seen = products.slabs_of_readers(readers, work.sizes.block, split, work.warp)
+        states = _add_block(work, segment, number, states, seen, masked=True)
         keep_rows(work, ahead)
-        _keep_mask(work, done + i + 1, planes)
-        return state, ahead, following
+        _keep_mask(work, number + 1, planes)
+        return states, ahead, following
 
-    state = _init_state(work)
+    states = [_init_state(work) for _ in range(split)]
     if work.sizes.value_columns <= _TWO_LOOPS:
-        state, ahead = lax.fori_loop(0, middle, whole, (state, ahead))
-    _keep_mask(work, done + middle, planes)
-    count = segment.end - segment.begin
-    state, ahead, _ = lax.fori_loop(middle, count, masked, (state, ahead, following))
-    _write(work, segment.partial0, state)
+        states, ahead = lax.fori_loop(segment.begin, middle, whole, (states, ahead))
+    _keep_mask(work, awaited(work, ahead), planes)
+    states, ahead, _ = lax.fori_loop(middle, segment.end, masked, (states, ahead, following))
+    _write(work, segment.partial0, states[0] if split == 1 else _merge(work, *states))
     return ahead
 
 
@@ -83,25 +88,73 @@ def _init_state(work: Work) -> _State:
     zeros = plgpu.layout_cast(jnp.full((TILE_ROWS, 64), 0, jnp.float32), PRODUCTS)
     return _State(
         accs=[zeros] * (work.sizes.value_columns // 64),
-        max=plgpu.layout_cast(jnp.full((TILE_ROWS,), MASK_VALUE, jnp.float32), _ROWS),
-        sum=plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), _ROWS),
+        max=plgpu.layout_cast(jnp.full((TILE_ROWS,), MIN_ROW_MAX, jnp.float32), ROWS),
+        sum=plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), ROWS),
     )
 
 
-def _step(work: Work, segment: Segment, number: jax.Array, state: _State, masked: bool) -> _State:
-    """Add block `number` of the thread block."""
-    refs, sizes = work.refs, work.sizes
+def _add_block(
+    work: Work, segment: Segment, number: jax.Array, states: list[_State], which: jax.Array, masked: bool
+) -> list[_State]:
+    """Add block `number` of the thread block to those slabs of a warp that bits of `which` name.
+
+    It would change nothing in the others. A warp without any goes on at once, to wait for the rest.
+    """
+
+    def add_to(slabs: list[int]) -> Callable[[list[_State]], list[_State]]:
+        def add(states: list[_State]) -> list[_State]:
+            added = _step(work, segment, number, [states[slab] for slab in slabs], slabs, masked)
+            return [added[slabs.index(slab)] if slab in slabs else state for slab, state in enumerate(states)]
+
+        return add
+
+    unchanged: Callable[[list[_State]], list[_State]] = lambda states: states
+    choices = [[slab for slab in range(len(states)) if bits >> slab & 1] for bits in range(1, 1 << len(states))]
+    return lax.switch(which, [unchanged, *map(add_to, choices)], states)
+
+
+def _step(
+    work: Work, segment: Segment, number: jax.Array, states: list[_State], slabs: list[int], masked: bool
+) -> list[_State]:
+    """Add a block to some slabs."""
+    refs, sizes, warps = work.refs, work.sizes, (work.sizes.split, work.warp)
     stage = work.stage(number)
-    scores = instructions.multiply_keys(refs.query_tile, refs.key_ring.at[stage])  # [64, block]
-    scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
-    scores = _mask_by_token(work, segment, number, scores) if masked else scores
-    row_max = jnp.maximum(jnp.maximum(state.max, scores.max(axis=1) * sizes.factor), MIN_ROW_MAX)
-    alpha = jnp.exp2(state.max - row_max)
-    weights = jnp.exp2(scores * sizes.factor - _broadcast_rows(row_max, sizes.block))
-    row_sum = state.sum * alpha + weights.sum(axis=1)
-    accs = [acc * _broadcast_rows(alpha, 64) for acc in state.accs]
-    accs = instructions.multiply_values(accs, weights, refs.value_ring.at[stage])
-    return _State(accs, row_max, row_sum)
+    products_of = products.multiply_keys(refs.query_tile, refs.key_ring.at[stage], slabs, *warps)
+    scaled, weights_of = [], []
+    for slab, state, scores in zip(slabs, states, products_of, strict=True):  # scores [64, block / split]
+        scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
+        scores = _mask_by_token(work, segment, number, scores, slab) if masked else scores
+        row_max = jnp.maximum(state.max, scores.max(axis=1) * sizes.factor)
+        alpha = jnp.exp2(state.max - row_max)
+        weights = jnp.exp2(scores * sizes.factor - _broadcast_rows(row_max, scores.shape[1]))
+        row_sum = state.sum * alpha + weights.sum(axis=1)
+        scaled.append(_State([acc * _broadcast_rows(alpha, 64) for acc in state.accs], row_max, row_sum))
+        weights_of.append(weights)
+    accs_of = products.multiply_values([state.accs for state in scaled], weights_of, refs.value_ring.at[stage], *warps)
+    return [state._replace(accs=accs) for state, accs in zip(scaled, accs_of, strict=True)]
+
+
+def _merge(work: Work, low: _State, high: _State) -> _State:
+    """Merge what both halves of the tokens gave, for the rows of the tile in order; always in one order."""
+
+    def halves(low: jax.Array, high: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
+        # Warps 0 and 1 have the first half of the tokens, and keep the lower rows of the tile; 2 and 3 the other ones.
+        row = plgpu.broadcasted_iota(jnp.int32, low.shape, 0, layout=layout)
+        kept, sent = (jnp.where(row < TILE_ROWS // 2, x, y) for x, y in ((low, high), (high, low)))
+        received = products.swap_halves(work.refs.query_tile, sent, layout)
+        first, second = (jnp.where(row < TILE_ROWS // 2, x, y) for x, y in ((kept, received), (received, kept)))
+        return first, second
+
+    first_max, second_max = halves(low.max, high.max, ROWS)
+    first_sum, second_sum = halves(low.sum, high.sum, ROWS)
+    row_max = jnp.maximum(first_max, second_max)
+    first_alpha, second_alpha = jnp.exp2(first_max - row_max), jnp.exp2(second_max - row_max)
+
+    def merge(first: jax.Array, second: jax.Array) -> jax.Array:
+        return first * _broadcast_rows(first_alpha, 64) + second * _broadcast_rows(second_alpha, 64)
+
+    accs = [merge(*halves(*accs, PRODUCTS)) for accs in zip(low.accs, high.accs, strict=True)]
+    return _State(accs, row_max, first_sum * first_alpha + second_sum * second_alpha)
 
 
 def _entries_of(work: Work, block: jax.Array) -> _Entries:
@@ -134,25 +187,23 @@ def _keep_mask(work: Work, number: jax.Array, planes: list[jax.Array]) -> None:
         instructions.keep(work.numbers(which, number), plane)
 
 
-def _mask_by_token(work: Work, segment: Segment, number: jax.Array, scores: jax.Array) -> jax.Array:
-    """Lower the scores of tokens that a row does not see."""
+def _mask_by_token(work: Work, segment: Segment, number: jax.Array, scores: jax.Array, slab: int) -> jax.Array:
+    """Lower the scores of tokens that a row of a slab does not see."""
     sizes, refs = work.sizes, work.refs
 
     def plane(which: Numbers) -> jax.Array:
-        return load(work.numbers(which, number).at[pl.ds(0, sizes.block)], PRODUCTS.reduce(0))  # [block]
+        of_block = work.numbers(which, number).at[pl.ds(0, sizes.block)]
+        return products.load_tokens(of_block, sizes.split, work.warp)  # [64, block / split]
 
-    def over_columns(x: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(x, scores.shape, [1])
-
-    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=PRODUCTS)
-    visible = is_reader(row, *map(over_columns, unpack_readers(plane(Numbers.READERS))))
+    row = products.row_of_tile(slab, sizes.split, scores.shape[1])
+    visible = is_reader(row, *unpack_readers(plane(Numbers.READERS)))
     scores = jnp.where(visible, scores, MASK_VALUE)
-    at = pl.ds(segment.tile0 * sizes.packing.tile_rows, TILE_ROWS)
+    first = segment.tile0 * sizes.packing.tile_rows
     bounds: list[tuple[Any, Any]] = [(refs.query_position, is_not_after)] if sizes.causal else []
     bounds += [(refs.first_position, is_in_window)] if sizes.windowed else []
     for ref, is_within in bounds:
-        bound = load(ref.at[at], _ROWS)  # [64]
-        within = is_within(over_columns(plane(Numbers.POSITIONS)), _broadcast_rows(bound, sizes.block))
+        bound = products.load_rows(ref, first, slab, sizes.split)  # [64]
+        within = is_within(plane(Numbers.POSITIONS), _broadcast_rows(bound, scores.shape[1]))
         scores = jnp.where(within, scores, MASK_VALUE)
     return scores
 

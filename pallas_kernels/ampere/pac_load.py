@@ -64,6 +64,11 @@ def copy_block(work: Work, ahead: Ahead) -> Ahead:
     return Ahead(ahead.number + 1, segment, following.head, block, following.end, rows)
 
 
+def awaited(work: Work, ahead: Ahead) -> jax.Array:
+    """Count the blocks of this thread block before the one that is worked on when `ahead` is copied."""
+    return ahead.number - (work.sizes.stages - 1)
+
+
 def wait_for_block(work: Work, number: jax.Array) -> None:
     """Wait for block `number` of this thread block, and until all threads are done with the one before it."""
     del number  # the groups of copies are counted from the last

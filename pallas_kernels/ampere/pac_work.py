@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ampere import instructions
+from pallas_kernels.ampere import instructions, products
 from pallas_kernels.pac_arrays import PacSizes
 from pallas_kernels.plan_format import Page, Segment
 
@@ -37,6 +37,7 @@ class Sizes(PacSizes):
     num_q_heads: int
     num_kv_heads: int
     num_blocks: int
+    split: int  # warps that share rows, as in `products`
 
 
 class Work:
@@ -44,7 +45,7 @@ class Work:
 
     def __init__(self, refs: Any, sizes: Sizes) -> None:
         """Load what the thread block needs to begin with. `refs` has what `pac` lists, by name."""
-        self.refs, self.sizes = refs, sizes
+        self.refs, self.sizes, self.warp = refs, sizes, products.warp()
         cta = lax.axis_index("cta")
         fields = len(Segment._fields)
         self.first, self.last, *rest = (refs.cta_begin[cta, column] for column in range(2 + fields))
