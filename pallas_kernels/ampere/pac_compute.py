@@ -108,7 +108,9 @@ def _add_block(
 
         return add
 
-    unchanged: Callable[[list[_State]], list[_State]] = lambda states: states
+    def unchanged(states: list[_State]) -> list[_State]:
+        return states
+
     choices = [[slab for slab in range(len(states)) if bits >> slab & 1] for bits in range(1, 1 << len(states))]
     return lax.switch(which, [unchanged, *map(add_to, choices)], states)
 
