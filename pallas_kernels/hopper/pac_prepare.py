@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
-from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, UNIFORM_READERS, Pipeline, past_the_end
+from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, UNIFORM_READERS, Pipeline
 from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.token_mask import readers_of_token
 
@@ -86,9 +86,8 @@ def _gather(pipeline: Pipeline, tile: jax.Array, start: jax.Array, head: jax.Arr
         """Copy `count` consecutive entries of the query to where unit `place` of the tile begins."""
         heads = pl.ds(head * packing.group + part * rows, rows)
         for at in range(sizes.query_parts):
-            columns = past_the_end(at * 64, 64, head) if sizes.is_padded else pl.ds(at * 64, 64)
             plgpu.copy_gmem_to_smem(
-                refs.query.at[pl.ds(entry, count), heads, columns],  # [count, rows, 64]
+                refs.query.at[pl.ds(entry, count), heads, pl.ds(at * 64, 64)],  # [count, rows, 64]
                 tensor_core.view_units(target.at[at], place, count=count, packing=packing),
                 arrived.at[buffer],
             )

@@ -21,7 +21,6 @@ from jax import lax
 
 from pallas_kernels import por_rows
 from pallas_kernels.family import Call
-from pallas_kernels.hopper.pac_pipeline import past_the_end
 from pallas_kernels.packing import TILE_ROWS, Packing
 from pallas_kernels.por_rows import Merge
 
@@ -59,7 +58,6 @@ class _Sizes(NamedTuple):
     num_kv_heads: int
     grain: _Grain
     merge: Merge
-    is_padded: bool  # whether partials have more columns than the output
 
     @property
     def together(self) -> int:
@@ -88,7 +86,7 @@ def por(
     """Merge the partials of `pac`.
 
     Args:
-      out: float32 [partials, 64, V or more].
+      out: float32 [partials, 64, V].
       row_max: float32 [partials, 64], in units of log2.
       row_sum: float32 [partials, 64].
       violations: int32 [num_ctas, rounded up to a multiple of 128], not 0 where a thread block of PAC found that the
@@ -99,17 +97,16 @@ def por(
     float32 [tiles * K, 64]. Rows that saw no token have out 0 and sum 0. Everything is NaN if the plan does not hold.
     """
     plan, (batch, tokens, num_q_heads, _), dtype = call.plan, call.query.shape, call.query.dtype
-    num_groups, columns, head_dim = plan.merge_ptr.shape[0] - 1, out.shape[2], plan.heads.value_head_dim
+    num_groups, head_dim = plan.merge_ptr.shape[0] - 1, out.shape[2]
     grain = next(grain for groups, grain in _GRAINS.items() if num_groups <= groups)
-    turns = min(grain.many, _IN_FLIGHT // (grain.rows * columns)), grain.few
+    turns = min(grain.many, _IN_FLIGHT // (grain.rows * head_dim)), grain.few
     sizes = _Sizes(
         packing=Packing.of(plan.heads.group),
         batch=batch,
         query_tokens=tokens,
         num_kv_heads=plan.heads.num_kv_heads,
         grain=grain,
-        merge=Merge(grain.rows, turns, columns, plan.cta_begin.shape[0], _layout(grain, columns), dtype),
-        is_padded=columns > head_dim,
+        merge=Merge(grain.rows, turns, head_dim, plan.cta_begin.shape[0], _layout(grain, head_dim), dtype),
     )
     inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
     names = [*inputs, "out", "max", "sum", "rows"]
@@ -119,7 +116,7 @@ def por(
             jax.ShapeDtypeStruct((batch * tokens, num_q_heads, head_dim), dtype),
             *por_rows.rows_of_groups(num_groups),
         ],
-        scratch_types=[plgpu.SMEM((grain.rows, columns), dtype)],
+        scratch_types=[plgpu.SMEM((grain.rows, head_dim), dtype)],
         grid=(num_groups, TILE_ROWS // grain.rows),
         grid_names=("group", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -142,19 +139,15 @@ def _merge(refs: Any, sizes: _Sizes) -> None:
     places = [_place(refs, sizes, tile, head, begin + i) for i in range(0, grain.rows, piece)]
     merged = por_rows.merge_rows(refs, sizes.merge, group, begin, used_here, (first, last))  # [rows, H]
 
-    # Registers hold rows that go to several places, or columns that go nowhere.
-    by_copies = piece < sizes.together or sizes.is_padded
-    if by_copies:
+    if piece < sizes.together:  # registers hold rows that go to several places
         refs.rows[...] = merged
         plgpu.commit_smem()
     for i, (exists, entry, q_head) in enumerate(places):
         source, target = pl.ds(i * piece, piece), refs.out.at[entry, pl.ds(q_head, piece)]
-        if sizes.is_padded:  # what a copy writes past an array's end is dropped
-            target = refs.out.at[entry, pl.ds(q_head, piece), past_the_end(0, sizes.merge.head_dim, entry)]
 
         @pl.when(exists)
         def _write(i: int = i, source: Any = source, target: Any = target) -> None:
-            if by_copies:
+            if piece < sizes.together:
                 plgpu.copy_smem_to_gmem(refs.rows.at[source], target)
             else:
                 target[...] = merged[i * piece : (i + 1) * piece]

@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.compat import transposed
-from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes
+from pallas_kernels.hopper.pac_pipeline import Pipeline, Query, Sizes
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
@@ -29,20 +29,6 @@ def query_views(refs: Any) -> Query:
     return Query(*refs)
 
 
-def ring_scratch(sizes: Sizes, columns: int, swizzle: Any, tiled: tuple) -> Any:
-    """Describe a ring of padded rows: 64 columns by themselves, as in query buffers, and views as of these.
-
-    A copy fills tiles of 8 rows only if these divide a head's row.
-    """
-    shape = (sizes.stages, columns // 64, sizes.block, 64)
-    return plgpu.RefUnion(*(plgpu.SMEM(shape, sizes.kv_dtype, transforms=view) for view in ((swizzle,), tiled)))
-
-
-def ring_views(refs: Any) -> PaddedRing:
-    """Name the two views."""
-    return PaddedRing(*refs)
-
-
 def in_turn(*refs: Any) -> Any:
     """Describe memory that has several uses, one after the other. They begin where it begins, as with query buffers."""
     return plgpu.RefUnion(*refs)
@@ -55,15 +41,12 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
-    """Return the products of a tile of the query and a block of keys: [64, block].
-
-    Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64].
-    """
+    """Return the products of a tile of the query and a block of keys, a reference to [block, H]: [64, block]."""
     refs, sizes = pipeline.refs, pipeline.sizes
 
     def products(scores_ref: Any) -> jax.Array:
         for part in range(sizes.query_parts):
-            columns = keys.at[part] if sizes.is_padded else keys.at[:, pl.ds(part * 64, 64)]
+            columns = keys.at[:, pl.ds(part * 64, 64)]
             plgpu.wgmma(scores_ref, refs.query_buffers.tiles.at[buffer, part], transposed(columns))
         return scores_ref[...]
 
@@ -71,16 +54,14 @@ def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array
 
 
 def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
-    """Add the products of weights [64, block] and a block of values to accumulators, [64, acc_columns].
+    """Add the products of weights [64, block] and a block of values [block, V] to accumulators, [64, acc_columns].
 
-    Values are a reference to [block, V], or of padded heads to [V / 64, block, 64]. Weights are in registers, or a
-    reference.
+    Weights are in registers, or a reference.
     """
-    sizes, columns = pipeline.sizes, pipeline.sizes.acc_columns
+    columns = pipeline.sizes.acc_columns
 
     def products(acc_refs: list[Any]) -> None:
         for i, acc_ref in enumerate(acc_refs):
-            part = values.at[i] if sizes.is_padded else values.at[:, pl.ds(i * columns, columns)]
-            plgpu.wgmma(acc_ref, weights, part)
+            plgpu.wgmma(acc_ref, weights, values.at[:, pl.ds(i * columns, columns)])
 
     return pl.run_state(products)([plgpu.ACC.init(acc) for acc in accs])
