@@ -4,11 +4,11 @@
     by thread      masks of block i+1 ──► shared      │
     4 warps        block i:  S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
 
-A warp has 16 of the 64 rows of a tile, and the whole softmax of theirs, so that warps wait for each other only where
-blocks come and go: once a block, when it has arrived and all are done with the one before, whose place the next copy
-takes. All threads copy, 16 bytes at a time, from the page that each looks up. Copies run on across segments. All
-softmax state is float32 in units of log2, since exp2 is what the hardware computes. The paper's PAC is in section 4
-(doi 10.1145/3802028).
+A warp has 16 of the 64 rows of a tile, and the whole softmax of theirs (or two warps share 32, see `products`), so that
+warps wait for each other only where blocks come and go: once a block, when it has arrived and all are done with the one
+before, whose place the next copy takes. A warp that has no reader of a block leaves it out. All threads copy, 16 bytes
+at a time, from the page that each looks up. Copies run on across segments. All softmax state is float32 in units of
+log2, since exp2 is what the hardware computes. The paper's PAC is in section 4 (doi 10.1145/3802028).
 """
 
 from types import SimpleNamespace

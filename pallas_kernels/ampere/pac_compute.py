@@ -108,11 +108,8 @@ def _add_block(
 
         return add
 
-    def unchanged(states: list[_State]) -> list[_State]:
-        return states
-
-    choices = [[slab for slab in range(len(states)) if bits >> slab & 1] for bits in range(1, 1 << len(states))]
-    return lax.switch(which, [unchanged, *map(add_to, choices)], states)
+    subsets = [[slab for slab in range(len(states)) if bits >> slab & 1] for bits in range(1 << len(states))]
+    return lax.switch(which, [add_to(slabs) if slabs else lambda states: states for slabs in subsets], states)
 
 
 def _step(

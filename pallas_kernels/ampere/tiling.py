@@ -24,7 +24,7 @@ class Block(NamedTuple):
     tokens: int  # KV tokens of a block
     stages: int  # blocks in shared memory: the one that is worked on, and those on their way
     together: int  # thread blocks that share a multiprocessor, on most of these GPUs
-    split: int  # warps that share rows, each with its part of a block's tokens: 1 or 2
+    split: int  # warps that share rows, each with its part of a block's tokens: 1, or 2 for at most 128 columns
 
     def shared_bytes(self, columns: int) -> int:
         """Shared memory of a thread block: a tile of the query, rings of K and V, and seven numbers of each token."""

@@ -59,7 +59,7 @@ GPUS = {
 }
 DIMS = (64, 96, 128, 256)
 #: Bytes of a thread's registers that may go to memory; where heads have 256 columns, 128 registers are accumulators.
-SPILLED = {("sm_120", 256): 32}
+SPILLED = {("sm_100", 256): 16, ("sm_120", 256): 32}
 
 COMPILE = """
 import json, sys
