@@ -29,9 +29,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     for function in (gather, keep, copy_rows, wait_for_threads, store_rows):
         monkeypatch.setattr(instructions, function.__name__, function)
-    for function in (warp, slabs_in_use, slabs_of_readers, load_rows, load_tokens, multiply_keys, multiply_values):
+    for function in (warp, has_rows, has_readers, multiply_keys, multiply_values):
         monkeypatch.setattr(products, function.__name__, function)
-    monkeypatch.setattr(products, "swap_halves", lambda memory, numbers, layout: jnp.roll(numbers, 32, axis=0))
     monkeypatch.setattr(instructions, "commit_copies", lambda: None)
     monkeypatch.setattr(instructions, "wait_for_copies", lambda in_flight: None)
     scratch, copy_block = pac._scratch, pac_load.copy_block
@@ -90,59 +89,27 @@ def warp() -> jax.Array:
     return jnp.int32(0)
 
 
-def slabs_in_use(rows: Any, split: int, warp: jax.Array) -> jax.Array:
-    """Name all slabs, as warps do not branch on their own here."""
+def has_rows(rows: Any, warp: jax.Array) -> jax.Array:
+    """Leave nothing out, as warps do not branch on their own here."""
     del rows, warp
-    return jnp.int32((1 << split) - 1)
+    return jnp.int32(1)
 
 
-def slabs_of_readers(readers: Any, tokens: int, split: int, warp: jax.Array) -> jax.Array:
-    """Name all slabs."""
-    del readers, tokens
-    return slabs_in_use(None, split, warp)
+def has_readers(readers: Any, tokens: int, warp: jax.Array) -> jax.Array:
+    """Leave nothing out."""
+    del tokens
+    return has_rows(readers, warp)
 
 
-def load_rows(ref: Any, first: jax.Array, slab: int, split: int) -> jax.Array:
-    """Load a number for each row of a slab."""
-    return _of_slab(ref[pl.ds(first, 64)], slab, split)
+def multiply_keys(query: Any, keys: Any) -> jax.Array:
+    """Return the products of a tile of the query and a block of keys, [64, block]."""
+    return _multiply(query[...], keys[...].T)
 
 
-def load_tokens(ref: Any, split: int, warp: jax.Array) -> jax.Array:
-    """Repeat a number of each token along the rows that see it."""
-    del warp
-    return jnp.repeat(ref[...].reshape(split, -1), 64 // split, axis=0)
-
-
-def multiply_keys(query: Any, keys: Any, slabs: Any, split: int, warp: jax.Array) -> list[jax.Array]:
-    """Return the products of the rows of each slab, and of the tokens that are their warps'."""
-    del warp
-    scores = _multiply(query[...], keys[...].T)  # [64, block]
-    return [_own_columns(_of_slab(scores, slab, split), split) for slab in slabs]
-
-
-def multiply_values(
-    accs: list[list[jax.Array]], weights: list[jax.Array], values: Any, split: int, warp: jax.Array
-) -> list[list[jax.Array]]:
-    """Add the products of the weights of each slab to its accumulators, [64, 64] each."""
-    del warp
-    added = []
-    for of_slab, own in zip(accs, weights, strict=True):
-        parts = zip(jnp.split(own.astype(values.dtype), split), jnp.split(values[...], split), strict=True)
-        products_ = jnp.concatenate([_multiply(weights, tokens) for weights, tokens in parts])
-        columns = jnp.split(products_, len(of_slab), axis=1)
-        added.append([acc + part for acc, part in zip(of_slab, columns, strict=True)])
-    return added
-
-
-def _of_slab(rows: jax.Array, slab: int, split: int) -> jax.Array:
-    """Take the rows of a slab, of the tile's 64."""
-    return rows if split == 1 else jnp.concatenate([rows[32 * slab : 32 * slab + 32]] * 2)
-
-
-def _own_columns(scores: jax.Array, split: int) -> jax.Array:
-    """Keep the tokens that a row's warp has: [64, block] to [64, block / split]."""
-    own = scores.shape[1] // split
-    return jnp.concatenate([part[:, i * own :][:, :own] for i, part in enumerate(jnp.split(scores, split))])
+def multiply_values(accs: list[jax.Array], weights: jax.Array, values: Any) -> list[jax.Array]:
+    """Add the products of weights [64, block] and a block of values to accumulators, [64, 64] each."""
+    added = _multiply(weights.astype(values.dtype), values[...])
+    return [acc + part for acc, part in zip(accs, jnp.split(added, len(accs), axis=1), strict=True)]
 
 
 def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> None:

@@ -4,11 +4,11 @@
     by thread      masks of block i+1 ──► shared      │
     4 warps        block i:  S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
 
-A warp has 16 of the 64 rows of a tile, and the whole softmax of theirs (or two warps share 32, see `products`), so that
-warps wait for each other only where blocks come and go: once a block, when it has arrived and all are done with the one
-before, whose place the next copy takes. A warp that has no reader of a block leaves it out. All threads copy, 16 bytes
-at a time, from the page that each looks up. Copies run on across segments. All softmax state is float32 in units of
-log2, since exp2 is what the hardware computes. The paper's PAC is in section 4 (doi 10.1145/3802028).
+A warp has 16 of the 64 rows of a tile, and the whole softmax of theirs, so that warps wait for each other only where
+blocks come and go: once a block, when it has arrived and all are done with the one before, whose place the next copy
+takes. A warp none of whose rows sees a block leaves it out. All threads copy, 16 bytes at a time, from the page that
+each looks up. Copies run on across segments. All softmax state is float32 in units of log2, since exp2 is what the
+hardware computes. The paper's PAC is in section 4 (doi 10.1145/3802028).
 """
 
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from pallas_kernels.ampere.instructions import TILED
 from pallas_kernels.ampere.pac_compute import compute
 from pallas_kernels.ampere.pac_load import Ahead, begin
 from pallas_kernels.ampere.pac_work import Numbers, Sizes, Work
-from pallas_kernels.ampere.tiling import block_of, columns_of
+from pallas_kernels.ampere.tiling import columns_of, stages_of
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
 from pallas_kernels.packing import TILE_ROWS
@@ -43,17 +43,15 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     """
     query, plan = call.query, call.plan
     head_dim, value_head_dim = plan.heads.head_dim, plan.heads.value_head_dim
-    block = block_of(plan.heads, plan.block_tokens)
     sizes = Sizes.of(
         call,
         scores,
-        block.stages,
+        stages_of(plan.heads, plan.block_tokens),
         key_columns=columns_of(head_dim),
         value_columns=columns_of(value_head_dim),
         num_q_heads=query.shape[2],
         num_kv_heads=plan.heads.num_kv_heads,
         num_blocks=plan.block_pages.shape[0],
-        split=block.split,
     )
     assert call.value_pages is not None  # or `why_not` would have said so
     inputs = {

@@ -1,6 +1,5 @@
 """Products and softmax of PAC: scores, masks, online softmax, values, and a partial at a segment's end."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ from pallas_kernels.ampere import instructions, products
 from pallas_kernels.ampere.pac_load import Ahead, awaited, copy_block, copy_query, keep_rows, wait_for_block
 from pallas_kernels.ampere.pac_work import Numbers, Work
 from pallas_kernels.ampere.products import PRODUCTS, ROWS
+from pallas_kernels.compat import load
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
@@ -22,7 +22,7 @@ _TWO_LOOPS = 128  # columns of a head, at most, for unmasked blocks to have a lo
 
 
 class _State(NamedTuple):
-    """Softmax of a slab so far, as `products` has them, not normalised; maximum in units of log2."""
+    """Softmax of a tile's rows so far, not normalised; maximum in units of log2."""
 
     accs: list[jax.Array]  # [64, 64] each
     max: jax.Array  # [64]
@@ -49,38 +49,36 @@ def compute(work: Work, segment: Segment, ahead: Ahead) -> Ahead:
     copy_query(work, segment)
     planes = _mask_planes(work, entries)
     following = _entries_of(work, middle + 1)
-    split = work.sizes.split
     in_use = work.refs.used_rows[0] - segment.tile0 * work.sizes.packing.tile_rows
-    in_use = products.slabs_in_use(in_use, split, work.warp)
+    in_use = products.has_rows(in_use, work.warp)
 
     def whole(_: jax.Array, carry: tuple) -> tuple:
-        states, ahead = carry
+        state, ahead = carry
         number = awaited(work, ahead)
         wait_for_block(work, number)
         ahead = copy_block(work, ahead)
-        states = _add_block(work, segment, number, states, in_use, masked=False)
+        state = _add_block(work, segment, number, state, in_use, masked=False)
         keep_rows(work, ahead)
-        return states, ahead
+        return state, ahead
 
     def masked(block: jax.Array, carry: tuple) -> tuple:
-        states, ahead, following = carry
+        state, ahead, following = carry
         number = awaited(work, ahead)
         wait_for_block(work, number)
         ahead = copy_block(work, ahead)
         planes, following = _mask_planes(work, following), _entries_of(work, block + 2)
-        readers = work.numbers(Numbers.READERS, number)
-        seen = products.slabs_of_readers(readers, work.sizes.block, split, work.warp)
-        states = _add_block(work, segment, number, states, seen, masked=True)
+        seen = products.has_readers(work.numbers(Numbers.READERS, number), work.sizes.block, work.warp)
+        state = _add_block(work, segment, number, state, seen, masked=True)
         keep_rows(work, ahead)
         _keep_mask(work, number + 1, planes)
-        return states, ahead, following
+        return state, ahead, following
 
-    states = [_init_state(work) for _ in range(split)]
+    state = _init_state(work)
     if work.sizes.value_columns <= _TWO_LOOPS:
-        states, ahead = lax.fori_loop(segment.begin, middle, whole, (states, ahead))
+        state, ahead = lax.fori_loop(segment.begin, middle, whole, (state, ahead))
     _keep_mask(work, awaited(work, ahead), planes)
-    states, ahead, _ = lax.fori_loop(middle, segment.end, masked, (states, ahead, following))
-    _write(work, segment.partial0, states[0] if split == 1 else _merge(work, *states))
+    state, ahead, _ = lax.fori_loop(middle, segment.end, masked, (state, ahead, following))
+    _write(work, segment.partial0, state)
     return ahead
 
 
@@ -94,66 +92,26 @@ def _init_state(work: Work) -> _State:
 
 
 def _add_block(
-    work: Work, segment: Segment, number: jax.Array, states: list[_State], which: jax.Array, masked: bool
-) -> list[_State]:
-    """Add block `number` of the thread block to those slabs of a warp that bits of `which` name.
+    work: Work, segment: Segment, number: jax.Array, state: _State, is_wanted: jax.Array, masked: bool
+) -> _State:
+    """Add block `number` of the thread block to a state, in those warps that want it (1, not 0)."""
 
-    It would change nothing in the others. A warp without any goes on at once, to wait for the rest.
-    """
+    def unchanged(state: _State) -> _State:
+        return state
 
-    def add_to(slabs: list[int]) -> Callable[[list[_State]], list[_State]]:
-        def add(states: list[_State]) -> list[_State]:
-            added = _step(work, segment, number, [states[slab] for slab in slabs], slabs, masked)
-            return [added[slabs.index(slab)] if slab in slabs else state for slab, state in enumerate(states)]
-
-        return add
-
-    subsets = [[slab for slab in range(len(states)) if bits >> slab & 1] for bits in range(1 << len(states))]
-    return lax.switch(which, [add_to(slabs) if slabs else lambda states: states for slabs in subsets], states)
-
-
-def _step(
-    work: Work, segment: Segment, number: jax.Array, states: list[_State], slabs: list[int], masked: bool
-) -> list[_State]:
-    """Add a block to some slabs."""
-    refs, sizes, warps = work.refs, work.sizes, (work.sizes.split, work.warp)
-    stage = work.stage(number)
-    products_of = products.multiply_keys(refs.query_tile, refs.key_ring.at[stage], slabs, *warps)
-    scaled, weights_of = [], []
-    for slab, state, scores in zip(slabs, states, products_of, strict=True):  # scores [64, block / split]
+    def added(state: _State) -> _State:
+        refs, sizes, stage = work.refs, work.sizes, work.stage(number)
+        scores = products.multiply_keys(refs.query_tile, refs.key_ring.at[stage])  # [64, block]
         scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
-        scores = _mask_by_token(work, segment, number, scores, slab) if masked else scores
+        scores = _mask_by_token(work, segment, number, scores) if masked else scores
         row_max = jnp.maximum(state.max, scores.max(axis=1) * sizes.factor)
         alpha = jnp.exp2(state.max - row_max)
         weights = jnp.exp2(scores * sizes.factor - _broadcast_rows(row_max, scores.shape[1]))
         row_sum = state.sum * alpha + weights.sum(axis=1)
-        scaled.append(_State([acc * _broadcast_rows(alpha, 64) for acc in state.accs], row_max, row_sum))
-        weights_of.append(weights)
-    accs_of = products.multiply_values([state.accs for state in scaled], weights_of, refs.value_ring.at[stage], *warps)
-    return [state._replace(accs=accs) for state, accs in zip(scaled, accs_of, strict=True)]
+        accs = [acc * _broadcast_rows(alpha, 64) for acc in state.accs]
+        return _State(products.multiply_values(accs, weights, refs.value_ring.at[stage]), row_max, row_sum)
 
-
-def _merge(work: Work, low: _State, high: _State) -> _State:
-    """Merge what both halves of the tokens gave, for the rows of the tile in order; always in one order."""
-
-    def halves(low: jax.Array, high: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
-        # Warps 0 and 1 have the first half of the tokens, and keep the lower rows of the tile; 2 and 3 the other ones.
-        row = plgpu.broadcasted_iota(jnp.int32, low.shape, 0, layout=layout)
-        kept, sent = (jnp.where(row < TILE_ROWS // 2, x, y) for x, y in ((low, high), (high, low)))
-        received = products.swap_halves(work.refs.query_tile, sent, layout)
-        first, second = (jnp.where(row < TILE_ROWS // 2, x, y) for x, y in ((kept, received), (received, kept)))
-        return first, second
-
-    first_max, second_max = halves(low.max, high.max, ROWS)
-    first_sum, second_sum = halves(low.sum, high.sum, ROWS)
-    row_max = jnp.maximum(first_max, second_max)
-    first_alpha, second_alpha = jnp.exp2(first_max - row_max), jnp.exp2(second_max - row_max)
-
-    def merge(first: jax.Array, second: jax.Array) -> jax.Array:
-        return first * _broadcast_rows(first_alpha, 64) + second * _broadcast_rows(second_alpha, 64)
-
-    accs = [merge(*halves(*accs, PRODUCTS)) for accs in zip(low.accs, high.accs, strict=True)]
-    return _State(accs, row_max, first_sum * first_alpha + second_sum * second_alpha)
+    return lax.switch(is_wanted, [unchanged, added], state)
 
 
 def _entries_of(work: Work, block: jax.Array) -> _Entries:
@@ -186,22 +144,22 @@ def _keep_mask(work: Work, number: jax.Array, planes: list[jax.Array]) -> None:
         instructions.keep(work.numbers(which, number), plane)
 
 
-def _mask_by_token(work: Work, segment: Segment, number: jax.Array, scores: jax.Array, slab: int) -> jax.Array:
-    """Lower the scores of tokens that a row of a slab does not see."""
+def _mask_by_token(work: Work, segment: Segment, number: jax.Array, scores: jax.Array) -> jax.Array:
+    """Lower the scores of tokens that a row does not see."""
     sizes, refs = work.sizes, work.refs
 
     def plane(which: Numbers) -> jax.Array:
-        of_block = work.numbers(which, number).at[pl.ds(0, sizes.block)]
-        return products.load_tokens(of_block, sizes.split, work.warp)  # [64, block / split]
+        of_block = load(work.numbers(which, number).at[pl.ds(0, sizes.block)], PRODUCTS.reduce(0))
+        return lax.broadcast_in_dim(of_block, scores.shape, [1])  # [64, block]
 
-    row = products.row_of_tile(slab, sizes.split, scores.shape[1])
+    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=PRODUCTS)
     visible = is_reader(row, *unpack_readers(plane(Numbers.READERS)))
     scores = jnp.where(visible, scores, MASK_VALUE)
     first = segment.tile0 * sizes.packing.tile_rows
     bounds: list[tuple[Any, Any]] = [(refs.query_position, is_not_after)] if sizes.causal else []
     bounds += [(refs.first_position, is_in_window)] if sizes.windowed else []
     for ref, is_within in bounds:
-        bound = products.load_rows(ref, first, slab, sizes.split)  # [64]
+        bound = load(ref.at[pl.ds(first, TILE_ROWS)], ROWS)  # [64]
         within = is_within(plane(Numbers.POSITIONS), _broadcast_rows(bound, scores.shape[1]))
         scores = jnp.where(within, scores, MASK_VALUE)
     return scores

@@ -37,7 +37,6 @@ class Sizes(PacSizes):
     num_q_heads: int
     num_kv_heads: int
     num_blocks: int
-    split: int  # warps that share rows, as in `products`
 
 
 class Work:

@@ -24,7 +24,6 @@ class Block(NamedTuple):
     tokens: int  # KV tokens of a block
     stages: int  # blocks in shared memory: the one that is worked on, and those on their way
     together: int  # thread blocks that share a multiprocessor, on most of these GPUs
-    split: int  # warps that share rows, each with its part of a block's tokens: 1, or 2 for at most 128 columns
 
     def shared_bytes(self, columns: int) -> int:
         """Shared memory of a thread block: a tile of the query, rings of K and V, and seven numbers of each token."""
@@ -34,9 +33,9 @@ class Block(NamedTuple):
 #: By shared memory of a multiprocessor in KiB, at least, and by columns of a row: everything fits, and copies are on
 #: their way while a block is worked on. Of those that fit, 64 tokens by two for heads of 128 took least on an H200.
 BLOCKS = {
-    99: {64: Block(128, 2, 1, 1), 128: Block(64, 2, 1, 1), 256: Block(32, 2, 1, 1)},
-    163: {64: Block(128, 2, 2, 1), 128: Block(32, 3, 2, 1), 256: Block(32, 2, 1, 1)},
-    227: {64: Block(128, 2, 2, 1), 128: Block(64, 2, 2, 1), 256: Block(32, 2, 1, 1)},
+    99: {64: Block(128, 2, 1), 128: Block(64, 2, 1), 256: Block(32, 2, 1)},
+    163: {64: Block(128, 2, 2), 128: Block(32, 3, 2), 256: Block(32, 2, 1)},
+    227: {64: Block(128, 2, 2), 128: Block(64, 2, 2), 256: Block(32, 2, 1)},
 }
 _LANES = 1
 _CHUNK = 8  # numbers that are copied at a time
@@ -49,10 +48,10 @@ def columns_of(head_dim: int) -> int:
     return next(columns for columns in BLOCKS[min(BLOCKS)] if columns >= head_dim)
 
 
-def block_of(heads: Heads, block_tokens: int) -> Block:
-    """Return how a thread block works off blocks of so many tokens."""
+def stages_of(heads: Heads, block_tokens: int) -> int:
+    """Return how many blocks are in shared memory."""
     fitting = [sizes[_columns(heads)] for sizes in BLOCKS.values()]
-    return next(block for block in fitting if block.tokens == block_tokens)
+    return next(block.stages for block in fitting if block.tokens == block_tokens)
 
 
 def tiling(heads: Heads, device: Any) -> Tiling:

@@ -113,15 +113,6 @@ def test_interpreted_kernels_equal_dense_attention(case: Case, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", ["a window, causal, a cap", "more blocks than a ring holds"])
-def test_two_warps_may_share_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for sizes in BLOCKS.values():
-        for columns in (64, 128):
-            monkeypatch.setitem(sizes, columns, sizes[columns]._replace(split=2))
-    test_interpreted_kernels_equal_dense_attention(CASES[name], monkeypatch)
-
-
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("head_dim", "value_head_dim"), [(192, 128), (40, 72)])
 def test_values_may_have_another_size_than_keys(head_dim: int, value_head_dim: int) -> None:
     heads, forest = Heads(4, 2, head_dim, value_head_dim), Forest.from_nodes(*SIX)
