@@ -343,6 +343,40 @@ def scaling(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
+def scaling_measured(rows: list[dict]) -> str:
+    """Show steps and attention on every mesh, how many times as fast as on one GPU, and what exchanges take."""
+    parts = []
+    for variant, what, unit, digits in (
+        ("step", "a step in ms", 1e3, 2),
+        ("attention", "attention of a layer in μs", 1, 1),
+    ):
+        chosen = [
+            row
+            | {
+                "case": f"{row['model']}, " + f"{row['layers']} layers, " * (variant == "step") + _case(row),
+                "of": f"{row['context']} x {row['tensor']}",
+            }
+            for row in rows
+            if row["variant"] == variant
+        ]
+        alone = {row["case"]: row["wall_us"] for row in chosen if row["gpus"] == 1}
+
+        def fill(row: dict, alone: dict = alone, unit: float = unit, digits: int = digits) -> str:
+            faster = alone[row["case"]] / row["wall_us"]
+            predicted = f"predicted {at_most(row['predicted_us'] / unit, digits)}"
+            return f"{at_most(row['wall_us'] / unit, digits)}, {at_least(faster, 2)}x; {predicted}"
+
+        if chosen:
+            parts.append(f"{what.capitalize()}, context x tensor:\n\n{pivot(chosen, 'case', 'of', fill)}")
+    if found := {row["name"]: row for row in rows if row["variant"] == "exchange"}:
+        columns = text(exchange="name") | {
+            "measured, μs": number("wall_us", 1, rounded=at_most),
+            "predicted, μs": number("predicted_us", 1, rounded=at_most),
+        }
+        parts.append(markdown(columns, found.values()))
+    return "\n\n".join(parts)
+
+
 def _case(row: dict) -> str:
     """Say how many requests share how much."""
     return f"{row['requests']} requests over {row['document_tokens']:,}"
