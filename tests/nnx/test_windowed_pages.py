@@ -131,9 +131,9 @@ def test_log_probabilities_of_prompts_that_are_cached(engine: Engine, dense: Den
     assert_alone(request, dense)
 
 
-def test_pages_of_a_long_text_stay_as_many(dense: Dense) -> None:
+def test_pages_of_a_long_text_stay_as_many(engine: Engine, dense: Dense) -> None:
     """Growing over many windows takes no more places than one window does."""
-    engine = make_engine(dense.model, prefill_tokens=PREFILL_TOKENS, windowed_pages=WINDOWED, max_requests=1)
+    run(engine)
     request = engine.submit(DOCUMENT, greedy(CONTEXT - len(DOCUMENT)))
     seen = []
     while not engine.idle:
