@@ -133,10 +133,10 @@ class Engine:
         config, parallel = placed.config, Parallel.of(placed.mesh)
         if invariant and (room < 1.0 or parallel.context > 1 or reconstructed_pages or windowed_pages):
             raise ValueError(
-                "invariant: expected room = 1, pages on one device, and reconstructed_pages and windowed_pages = 0 or "
-                f'None, got room = {room}, {parallel.context} along "context", reconstructed_pages = '
-                f"{reconstructed_pages} and windowed_pages = {windowed_pages}: who gives way is computed anew "
-                "otherwise than before, and so is the end of a prefix; a sum over devices or forms has parts"
+                "invariant: expected room = 1, pages on one device and neither reconstructed_pages nor windowed_pages, "
+                f'got room = {room}, {parallel.context} along "context", reconstructed_pages = {reconstructed_pages} '
+                f"and windowed_pages = {windowed_pages}: who gives way is computed anew otherwise than before, and so "
+                "is the end of a prefix; a sum over devices or forms has parts"
             )
         rows, kept = checks.integer("max_requests", max_requests), 0 if invariant else reconstructed_pages
         given = 0 if invariant else windowed_pages
