@@ -62,7 +62,7 @@ from codec_jax.nnx import (
     random_decoder,
 )
 from codec_jax.nnx.engine import INVARIANT_HELP
-from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_that_fit, window_pages
+from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_of_windows, pages_that_fit
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.replicas import PARALLEL_HELP, device_groups, replicated
 from codec_jax.nnx.shards import PlacedDecoder
@@ -323,8 +323,10 @@ def _num_pages(
     weights = parameters * jnp.dtype(arguments.dtype).itemsize
     memory = {"gib": arguments.kv_cache_gib, "weights_to_come": weights}
     if not arguments.invariant:
-        windowed = window_pages(model.config, Parallel.of(groups[0]), PAGE_SIZE, max_requests=arguments.max_requests)
-        memory |= {"max_requests": arguments.max_requests, "windowed": windowed}
+        windowed = pages_of_windows(
+            model.config, Parallel.of(groups[0]), PAGE_SIZE, max_requests=arguments.max_requests
+        )
+        memory |= {"max_requests": arguments.max_requests, "windowed_pages": windowed}
     room = min(pages_that_fit(model.config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
     alone = [-(-(len(prompt) + arguments.max_new_tokens - 1) // PAGE_SIZE) for prompt in prompts]
     need = [f"line {line}: needs {pages} pages" for line, pages in enumerate(alone, 1) if pages > room]

@@ -34,7 +34,7 @@ from typing import Any
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import INVARIANT_HELP, Engine
-from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_that_fit, window_pages
+from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_of_windows, pages_that_fit
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.replicas import PARALLEL_HELP, Serving, device_groups, replicated
 from codec_jax.nnx.request import Update
@@ -128,13 +128,10 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     models = [checkpoint.load(arguments.dtype, kv_dtype=kv_dtype, mesh=mesh, progress=True) for mesh in groups]
     config = models[0].config
     sizes = {"max_requests": arguments.max_requests, "prefill_tokens": arguments.prefill_tokens}
-    memory = {"gib": arguments.kv_cache_gib, "max_requests": 1}
+    memory = {"gib": arguments.kv_cache_gib}
     if not arguments.invariant:
-        parallel = Parallel.of(groups[0])
-        memory |= {
-            "max_requests": arguments.max_requests,
-            "windowed": window_pages(config, parallel, PAGE_SIZE, **sizes),
-        }
+        windowed = pages_of_windows(config, Parallel.of(groups[0]), PAGE_SIZE, **sizes)
+        memory |= {"max_requests": arguments.max_requests, "windowed_pages": windowed}
     num_pages = min(pages_that_fit(config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
     engine = replicated(
         [

@@ -98,7 +98,7 @@ class WindowPages:
         if len(pages) > self.capacity:
             raise OutOfPagesError(
                 f"layers with windows have {self.capacity} pages, {len(pages)} are needed for what requests see; let "
-                "fewer requests in at a time, or make window_pages larger"
+                "fewer requests in at a time, or make windowed_pages larger"
             )
         place, page, last_seen, now = self.place.copy(), self.page.copy(), self.last_seen.copy(), self.clock + 1
         there = place[pages] >= 0

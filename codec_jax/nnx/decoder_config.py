@@ -305,7 +305,7 @@ class DecoderConfig:
         return None if (layer + 1) % mixture.every else mixture
 
     def new_cache(
-        self, num_pages: int, page_size: int, reconstructed_pages: int = 0, window_pages: int | None = None
+        self, num_pages: int, page_size: int, reconstructed_pages: int = 0, windowed_pages: int | None = None
     ) -> tuple[Pages, ...]:
         """Return empty KV pages for every layer, or latent pages.
 
@@ -313,9 +313,9 @@ class DecoderConfig:
           num_pages: pages of each layer.
           page_size: tokens in a page.
           reconstructed_pages: pages of K and V of every head beside those of latents.
-          window_pages: pages of each layer with a window; defaults to `num_pages`.
+          windowed_pages: pages of each layer with a window; defaults to `num_pages`.
         """
-        few = num_pages if window_pages is None else window_pages
+        few = num_pages if windowed_pages is None else windowed_pages
         pages = [num_pages if self.window_of(layer) is None else few for layer in range(self.num_layers)]
         return tuple(self._new_pages(n, page_size, reconstructed_pages, layer) for layer, n in enumerate(pages))
 

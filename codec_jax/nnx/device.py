@@ -72,12 +72,12 @@ class Device:
         same = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
         self._set_history = jax.jit(History.set_row, donate_argnums=0, out_shardings=same)
         self._page_size, self._reconstructed_pages = page_size, reconstructed_pages
-        self._window_pages = None if cache.windows is None else cache.windows.capacity
+        self._windowed_pages = None if cache.windows is None else cache.windows.capacity
         self._options: tuple[tuple[int | None, ...], RowOptions] | None = None
         self._allocate()
 
     def _allocate(self) -> None:
-        sizes = self._num_pages, self._page_size, self._reconstructed_pages, self._window_pages
+        sizes = self._num_pages, self._page_size, self._reconstructed_pages, self._windowed_pages
         self._pages = new_pages(self._config, self._model.mesh, *sizes)
         self.copies = self._intervals.no_copies  # K and V that are kept beside latents
         carried = Carried(

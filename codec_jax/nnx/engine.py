@@ -29,7 +29,7 @@ from codec_jax.nnx.device import Device
 from codec_jax.nnx.engine_step import Outcome
 from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.landing import begin, failing_alone, fetch, finish, take_scores, take_tokens, tell
-from codec_jax.nnx.memory import pages_that_fit, window_pages
+from codec_jax.nnx.memory import pages_of_windows, pages_that_fit
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.prefill import chunk_tokens
@@ -140,13 +140,15 @@ class Engine:
             )
         rows, kept = checks.integer("max_requests", max_requests), 0 if invariant else reconstructed_pages
         given = 0 if invariant else windowed_pages
-        windowed = window_pages(
+        windowed = pages_of_windows(
             config, parallel, page_size,
             max_requests=rows, prefill_tokens=prefill_tokens, steps=steps, given=given,
         )  # fmt: skip
         if num_pages is None:
             sharing = rows if kept is None else 1
-            num_pages = pages_that_fit(config, page_size, mesh=placed.mesh, max_requests=sharing, windowed=windowed)
+            num_pages = pages_that_fit(
+                config, page_size, mesh=placed.mesh, max_requests=sharing, windowed_pages=windowed
+            )
         reconstructed = pages_to_keep(config, parallel, rows, num_pages, kept)
         windows = None
         if 0 < windowed < num_pages:

@@ -27,7 +27,7 @@ KV_CACHE_HELP = (
 )
 
 
-def window_pages(
+def pages_of_windows(
     config: DecoderConfig,
     parallel: Parallel,
     page_size: int,
@@ -50,18 +50,18 @@ def window_pages(
     Raises ValueError for less than a single request may need, or pages of a model that cannot have them.
 
     >>> from codec_jax import Window
-    >>> from codec_jax.nnx.memory import window_pages
+    >>> from codec_jax.nnx.memory import pages_of_windows
     >>> from codec_jax.nnx.parallel import ALONE
     >>> config = DecoderConfig(64, 32, 64, 4, 4, 2, 16, windows=(Window(512), None))
-    >>> window_pages(config, ALONE, 16, max_requests=64)
+    >>> pages_of_windows(config, ALONE, 16, max_requests=64)
     5120
     """
     windows = [window.tokens for window in config.windows_used if window is not None]
     if not windows or config.windows_used[0] is not None or config.latent is not None or parallel.context > 1:
         if given:
             raise ValueError(
-                "window_pages: expected 0 or None for a model without layers of both kinds, with latent attention, or "
-                f'on several devices along "context", got {given}'
+                "windowed_pages: expected 0 or None for a model without layers of both kinds, with latent attention, "
+                f'or on several devices along "context", got {given}'
             )
         return 0
     # A window begins and ends inside of pages, and a request may just have got a node of its own to grow in. Chunks end
@@ -70,9 +70,9 @@ def window_pages(
     of_chunks = 2 * -(-max(prefill_tokens, 2 * page_size, MAX_CHUNK_TOKENS) // page_size)
     if given is None:
         return 2 * max_requests * of_request + of_chunks
-    if 0 < checks.integer("window_pages", given, 0) < (least := of_request + of_chunks):
+    if 0 < checks.integer("windowed_pages", given, 0) < (least := of_request + of_chunks):
         raise ValueError(
-            f"window_pages: expected at least {least}, what a request and the chunks of a step may see, got {given}; "
+            f"windowed_pages: expected at least {least}, what a request and the chunks of a step may see, got {given}; "
             "compute fewer prefill_tokens in a step, or make it larger"
         )
     return given
@@ -86,7 +86,7 @@ def pages_that_fit(
     weights_to_come: int = 0,
     mesh: Mesh | None = None,
     max_requests: int = 1,
-    windowed: int = 0,
+    windowed_pages: int = 0,
 ) -> int:
     """Return the KV pages of all layers that there is memory for.
 
@@ -98,7 +98,7 @@ def pages_that_fit(
       mesh: devices that divide weights and pages; `gib` is then of each, and the one with the least memory counts.
       max_requests: that decode at a time. Where so many make it worth keeping K and V beside latents, there is to be
         memory for these, too.
-      windowed: pages of each layer with a window, by `window_pages`, where they are to have fewer than the others.
+      windowed_pages: of each layer with a window, by `pages_of_windows`, where they are to have fewer than the others.
 
     Raises ValueError for a mesh of several processes without `gib`: they may not have the same memory left.
 
@@ -120,7 +120,7 @@ def pages_that_fit(
     if pays(config, parallel, max_requests):
         page = int(page * (1 + SHARE))
     pages = max(0, int(gib * 2**30 // page))
-    if windowed and pages > windowed:
+    if windowed_pages and pages > windowed_pages:
         in_windows = page * config.windowed_layers // config.num_layers
-        pages = int((gib * 2**30 - windowed * in_windows) // (page - in_windows))
+        pages = int((gib * 2**30 - windowed_pages * in_windows) // (page - in_windows))
     return pages * parallel.context

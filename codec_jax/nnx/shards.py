@@ -248,10 +248,10 @@ def new_pages(
     num_pages: int,
     page_size: int,
     reconstructed_pages: int = 0,
-    window_pages: int | None = None,
+    windowed_pages: int | None = None,
 ) -> tuple[Pages, ...]:
     """Return empty KV pages for every layer; each device of a mesh makes its own."""
-    sizes = num_pages, page_size, reconstructed_pages, window_pages
+    sizes = num_pages, page_size, reconstructed_pages, windowed_pages
     return config.new_cache(*sizes) if mesh is None else _pages_on(config, mesh, sizes)
 
 

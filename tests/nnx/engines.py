@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import CONTEXT, PAGE_SIZE, VOCAB, Dense, small_tiles
+from cases import CONTEXT, DOCUMENT, LONG, PAGE_SIZE, PROMPTS, VOCAB, Dense, small_tiles
 
 from codec_jax.nnx import Decoder
 from codec_jax.nnx.engine import Engine
@@ -42,6 +42,40 @@ def run(engine: Engine) -> None:
     engine.step()  # those that have finished leave
     assert engine.idle
     assert engine.stats.running == 0
+
+
+def random_prompt(rng: np.random.Generator) -> list[int]:
+    """A prompt that shares something with others, most of the time."""
+    start = [LONG, DOCUMENT, *PROMPTS][rng.integers(2 + len(PROMPTS))]
+    return [*start[: rng.integers(0, min(len(start), 100))], *rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()]
+
+
+def random_trace(engine: Engine, rng: np.random.Generator) -> list[Request]:
+    """Let requests come, fork and leave while prefixes are pinned and steps go on; return all of them, finished."""
+    requests: list[Request] = []
+    pins: list[Request] = []
+    for _ in range(120):
+        event = rng.random()
+        if event < 0.35:
+            prompt = random_prompt(rng)
+            requests.append(engine.submit(prompt, greedy(int(rng.integers(1, min(40, CONTEXT - len(prompt)))))))
+        elif event < 0.40 and requests:
+            engine.abort(requests[rng.integers(len(requests))])
+        elif event < 0.45 and requests:
+            source = requests[rng.integers(len(requests))]
+            if len(source.prompt) + len(source.tokens) + 9 <= CONTEXT:
+                requests.append(engine.fork(source, greedy(len(source.tokens) + int(rng.integers(1, 9)))))
+        elif event < 0.47:
+            if len(pins) == 2:
+                engine.unpin(pins.pop(0))
+            else:
+                pins.append(engine.pin(DOCUMENT[: rng.integers(1, 37)]))
+        else:
+            engine.step()
+    run(engine)
+    for pin in pins:
+        engine.unpin(pin)
+    return requests
 
 
 def assert_no_page_leaked(engine: Engine) -> None:

@@ -7,8 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cases import CONTEXT, DOCUMENT, LONG, PROMPTS, QUESTIONS, VOCAB, Dense, Setup, small_tiles
-from engines import assert_alone, assert_no_page_leaked, greedy, leave_pages, make_engine, run
+from cases import DOCUMENT, LONG, PROMPTS, QUESTIONS, VOCAB, Dense, Setup, small_tiles
+from engines import (
+    assert_alone,
+    assert_no_page_leaked,
+    greedy,
+    leave_pages,
+    make_engine,
+    random_prompt,
+    random_trace,
+    run,
+)
 from flax import nnx
 
 from codec_jax.errors import LogitsError
@@ -36,12 +45,6 @@ def tight(setup: Setup) -> Engine:
     engine = make_engine(setup.dense.model, room=0.0)
     leave_pages(engine, 26)
     return engine
-
-
-def random_prompt(rng: np.random.Generator) -> list[int]:
-    """A prompt that shares something with others, most of the time."""
-    start = [LONG, DOCUMENT, *PROMPTS][rng.integers(2 + len(PROMPTS))]
-    return [*start[: rng.integers(0, min(len(start), 100))], *rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()]
 
 
 # --- Alone or not ------------------------------------------------------------------------------------------------
@@ -98,31 +101,8 @@ def test_what_was_computed_once_is_found_again(engine: Engine, dense: Dense) -> 
 @pytest.mark.parametrize("name", ["shared", "tight"])
 def test_random_traces(name: str, seed: int, request: pytest.FixtureRequest, dense: Dense) -> None:
     engine: Engine = request.getfixturevalue(name)
-    rng = np.random.default_rng(seed)
     preempted = engine.stats.preempted
-    requests: list[Request] = []
-    pins: list[Request] = []
-    for _ in range(120):
-        event = rng.random()
-        if event < 0.35:
-            prompt = random_prompt(rng)
-            requests.append(engine.submit(prompt, greedy(int(rng.integers(1, min(40, CONTEXT - len(prompt)))))))
-        elif event < 0.40 and requests:
-            engine.abort(requests[rng.integers(len(requests))])
-        elif event < 0.45 and requests:
-            source = requests[rng.integers(len(requests))]
-            if len(source.prompt) + len(source.tokens) + 9 <= CONTEXT:
-                requests.append(engine.fork(source, greedy(len(source.tokens) + int(rng.integers(1, 9)))))
-        elif event < 0.47:
-            if len(pins) == 2:
-                engine.unpin(pins.pop(0))
-            else:
-                pins.append(engine.pin(DOCUMENT[: rng.integers(1, 37)]))
-        else:
-            engine.step()
-    run(engine)
-    for pin in pins:
-        engine.unpin(pin)
+    requests = random_trace(engine, np.random.default_rng(seed))
     for each in requests:
         assert each.finish_reason in ("length", "abort")
         assert_alone(each, dense)

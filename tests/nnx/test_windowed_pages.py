@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CONTEXT, DOCUMENT, LONG, PAGE_SIZE, PROMPTS, VOCAB, Dense, sharp
-from engines import assert_alone, assert_no_page_leaked, greedy, make_engine, run
+from cases import CONTEXT, DOCUMENT, LONG, PAGE_SIZE, VOCAB, Dense, sharp
+from engines import assert_alone, assert_no_page_leaked, greedy, make_engine, random_trace, run
 from flax import nnx
 
 from codec_jax import Window
@@ -56,29 +56,7 @@ def test_layers_with_windows_have_fewer_pages(engine: Engine) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traces(engine: Engine, dense: Dense, compilations: list[str], seed: int) -> None:
     del compilations[:]
-    rng, requests, pins = np.random.default_rng(seed), [], []
-    for _ in range(100):
-        event = rng.random()
-        if event < 0.4:
-            start = [LONG, DOCUMENT, *PROMPTS][rng.integers(2 + len(PROMPTS))]
-            prompt = [*start[: rng.integers(0, 100)], *rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()]
-            requests.append(engine.submit(prompt, greedy(int(rng.integers(1, min(40, CONTEXT - len(prompt)))))))
-        elif event < 0.45 and requests:
-            engine.abort(requests[rng.integers(len(requests))])
-        elif event < 0.5 and requests:
-            source = requests[rng.integers(len(requests))]
-            if len(source.prompt) + len(source.tokens) + 9 <= CONTEXT:
-                requests.append(engine.fork(source, greedy(len(source.tokens) + int(rng.integers(1, 9)))))
-        elif event < 0.52:
-            if len(pins) == 2:
-                engine.unpin(pins.pop(0))
-            else:
-                pins.append(engine.pin(DOCUMENT[: rng.integers(1, 37)]))
-        else:
-            engine.step()
-    run(engine)
-    for pin in pins:
-        engine.unpin(pin)
+    requests = random_trace(engine, np.random.default_rng(seed))
     assert not compilations
     for each in requests:
         assert each.finish_reason in ("length", "abort")
