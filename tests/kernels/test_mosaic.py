@@ -8,7 +8,21 @@ import numpy as np
 import pytest
 from forests import Tree, renumbered, seeds, trees
 from hypothesis import given, settings
-from kernel_calls import CONFIGS, PAGES, SIX, TREE, Arrays, Exact, Heads, attend, attend_mosaic, check, grown, plan_of
+from kernel_calls import (
+    CONFIGS,
+    PADDED_CONFIGS,
+    PAGES,
+    SIX,
+    TREE,
+    Arrays,
+    Exact,
+    Heads,
+    attend,
+    attend_mosaic,
+    check,
+    grown,
+    plan_of,
+)
 from plan_cases import num_wide, used_segments
 
 from codec_jax import DraftTrees, Forest, KVPages, PagePool, Window, make_plan
@@ -28,6 +42,9 @@ from pallas_kernels.packing import TILE_ROWS
         (Heads(28, 4, 128), 5, 48, 128),
         (Heads(28, 4, 128), 5, 48, 64),
         (Heads(8, 4, 256), 16, 32, 64),
+        (Heads(32, 32, 96), 1, 16, 128),
+        (Heads(28, 4, 96), 5, 48, 64),
+        (Heads(32, 8, 112), 33, 8, 128),
     ],
     ids=str,
 )
@@ -83,6 +100,11 @@ def test_pages_of_one_byte(heads: Heads, query_tokens: int, requests: int, kv_dt
         *((Heads(28, 4, 128), page_size) for page_size in (24, 64)),
         *((Heads(6, 3, 64), page_size) for page_size in (16, 32)),
         *((Heads(71, 1, 64), page_size) for page_size in (16, 48)),
+        *((Heads(32, 8, 96), page_size) for page_size in (8, 16, 24, 64, 256)),
+        *((Heads(32, 32, size), page_size) for size, page_size in ((80, 16), (96, 128), (112, 8))),
+        *((Heads(7, 1, size), 16) for size in range(72, 128, 8)),
+        *((Heads(28, 4, size), 24) for size in (80, 96, 112)),
+        *((Heads(71, 1, size), 48) for size in (80, 96, 112)),
     ],
     ids=str,
 )
@@ -94,7 +116,7 @@ def test_layouts_equal_dense_attention(heads: Heads, page_size: int, dtype: Any)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
-@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS)
+@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS + PADDED_CONFIGS)
 @pytest.mark.parametrize("query_tokens", [1, 3])
 def test_every_config_and_the_same_plan_on_xla_equal_dense_attention(
     heads: Heads, block_tokens: int, query_tokens: int, implementation: str
@@ -163,7 +185,7 @@ SINKS = np.linspace(-4, 4, 32, dtype=np.float32)
 @pytest.mark.gpu
 @pytest.mark.parametrize("query_tokens", [1, 5])
 @pytest.mark.parametrize("window", [100, 700, Window(500, chunked=True)], ids=str)
-@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS)
+@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS + PADDED_CONFIGS)
 def test_windows_equal_dense_attention_while_leaves_grow(
     heads: Heads, block_tokens: int, window: Window | int, query_tokens: int
 ) -> None:
