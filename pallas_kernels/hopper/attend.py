@@ -30,7 +30,7 @@ def attend(call: Call, scores: Scores) -> tuple[Array, Array, Array]:
     columns, _ = columns_of((heads.head_dim, heads.value_head_dim))
     if columns == heads.head_dim:
         return two_launches.run(call, partials, por)
-    # The query and the output are small, so that XLA pads and cuts them: the kernels copy whole rows of them, as always.
+    # The query and the output are small, so that XLA pads and cuts them, and the kernels copy whole rows of them.
     padding = [(0, 0)] * 3 + [(0, columns - heads.head_dim)]
-    out, *softmax = two_launches.run(call._replace(query=jnp.pad(call.query, padding)), partials, por)
-    return out[..., : heads.value_head_dim], *softmax
+    out, row_max, row_sum = two_launches.run(call._replace(query=jnp.pad(call.query, padding)), partials, por)
+    return out[..., : heads.value_head_dim], row_max, row_sum

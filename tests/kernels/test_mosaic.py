@@ -249,6 +249,8 @@ def random_drafts(rng: np.random.Generator, requests: int, tokens: int) -> list[
         (Heads(28, 4, 128), 5, 48, jnp.float16),
         (Heads(71, 1, 64), 3, 24, jnp.bfloat16),
         (Heads(8, 4, 256), 24, 32, jnp.bfloat16),
+        (Heads(28, 4, 96), 5, 16, jnp.bfloat16),
+        (Heads(32, 32, 112), 3, 24, jnp.float16),
     ],
     ids=str,
 )
