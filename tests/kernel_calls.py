@@ -76,6 +76,9 @@ CONFIGS = [
     for tokens in sorted({block.tokens for block in blocks})
 ]
 
+#: The same of heads whose rows are longer in shared memory than in pages.
+PADDED_CONFIGS = [(Heads(32, 32, 96), 64), (Heads(32, 8, 112), 128)]
+
 
 class Arrays(NamedTuple):
     """A query and pages. What no request reads is as large as the dtype allows; a free request slot's query is NaN."""

@@ -17,14 +17,16 @@ import pytest
 from jax import lax
 
 from pallas_kernels.hopper import pac, tensor_core
-from pallas_kernels.hopper.pac_pipeline import Pipeline, Query, Sizes
+from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
 def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
-    for function in (query_scratch, query_views, view_units, multiply_keys, multiply_values):
+    for function in (
+        query_scratch, query_views, ring_scratch, ring_views, view_units, multiply_keys, multiply_values,
+    ):  # fmt: skip
         monkeypatch.setattr(tensor_core, function.__name__, function)
 
     def then_see(role: str, rings: Callable[[Any], Iterable[Any]], others: Callable[[Pipeline], Iterable[Any]]) -> None:
@@ -63,6 +65,16 @@ def in_turn(*refs: Any) -> Any:
     return refs
 
 
+def ring_scratch(sizes: Sizes, columns: int, swizzle: Any, tiled: tuple) -> Any:
+    """Describe a ring of padded rows, [stages, columns / 64, block, 64]."""
+    return plgpu.SMEM((sizes.stages, columns // 64, sizes.block, 64), sizes.kv_dtype, transforms=(swizzle,))
+
+
+def ring_views(refs: Any) -> PaddedRing:
+    """Both views are the same."""
+    return PaddedRing(refs, refs)
+
+
 def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
     """View `count` units of 64 columns of a tile, from the first on, as [count, rows, 64]."""
     return ref.at[pl.ds(first, count)]
@@ -78,14 +90,20 @@ def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
     """Return the products of a tile of the query and a block of keys, [64, block]."""
-    return multiply(query_tile(pipeline, buffer), read(keys).T)
+    return multiply(query_tile(pipeline, buffer), rows_of(pipeline, keys).T)
 
 
-def multiply_values(_: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
+def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
     """Add the products of weights [64, block] and a block of values to accumulators, [64, acc_columns] each."""
     weights = weights if isinstance(weights, jax.Array) else read(weights)
-    products = multiply(weights, read(values))
+    products = multiply(weights, rows_of(pipeline, values))
     return [acc + part for acc, part in zip(accs, jnp.split(products, len(accs), axis=1), strict=True)]
+
+
+def rows_of(pipeline: Pipeline, block: Any) -> jax.Array:
+    """Return the rows of a block of keys or values, whose columns may be in several parts."""
+    rows = read(block)
+    return jnp.concatenate(list(rows), axis=1) if pipeline.sizes.is_padded else rows
 
 
 def see_completions(pipeline: Pipeline, rings: Iterable[Any], others: Iterable[Any]) -> None:

@@ -105,9 +105,9 @@ def forest_attention(
       key_scale: [K], any float dtype: factor on the keys of each kv head, for pages of one byte a number (float8_e4m3fn
         or float8_e5m2; `KVPages.quantisation`); None for 1.
       value_scale: the same for values.
-      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these or of one byte a number,
-        H = V 64, 128 or 256, or H = 192 and V = 128; and latents, H = 576, V = 512, K = 1 and value_pages None, of 16
-        bits or `LatentPages`),
+      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these if H = V is 64, 256 or
+        a multiple of 8 from 72 to 128, or H = 192 and V = 128, of one byte a number if H = V is 64, 128 or 256;
+        and latents, H = 576, V = 512, K = 1 and value_pages None, of 16 bits or `LatentPages`),
         "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H and V multiples of 8 up to 256; on
         Hopper for plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest of them that
         this device and these shapes allow; where that is "xla" on a GPU, a warning says why.

@@ -3,11 +3,13 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import two_launches
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
+from pallas_kernels.hopper.tiling import columns_of
 
 
 # Lowering the kernels takes seconds, and a step calls them in every layer. A jitted function is lowered once for all.
@@ -24,4 +26,11 @@ def attend(call: Call, scores: Scores) -> tuple[Array, Array, Array]:
         is_one_byte = call.key_pages.dtype.itemsize == 1
         return pac(call._replace(query=call.query.astype(WIDE)) if is_one_byte else call, scores)
 
-    return two_launches.run(call, partials, por)
+    heads = call.plan.heads
+    columns, _ = columns_of((heads.head_dim, heads.value_head_dim))
+    if columns == heads.head_dim:
+        return two_launches.run(call, partials, por)
+    # The query and the output are small, so that XLA pads and cuts them, and the kernels copy whole rows of them.
+    padding = [(0, 0)] * 3 + [(0, columns - heads.head_dim)]
+    out, row_max, row_sum = two_launches.run(call._replace(query=jnp.pad(call.query, padding)), partials, por)
+    return out[..., : heads.value_head_dim], row_max, row_sum

@@ -16,6 +16,7 @@ others by token. All softmax state is float32 in units of log2, since exp2 is wh
 has a table of the barriers. The paper's PAC is in section 4 (doi 10.1145/3802028).
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
 from pallas_kernels.hopper.pac_prepare import prepare
-from pallas_kernels.hopper.tiling import stages_of
+from pallas_kernels.hopper.tiling import columns_of, stages_of
 from pallas_kernels.packing import TILE_ROWS
 
 _LOADER, _PREPARER = LANES, LANES + 1
@@ -44,19 +45,23 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
 
     Args:
       call: the query is bfloat16 or float16, and so are keys and values; or these have one byte a number, and the query
-        is float16. H and V are those of `tiling.BLOCKS`, page_tokens is a multiple of 8.
+        is float16. H and V are those of `tiling.BLOCKS` or `PADDED`,
+        and a query for the latter has `tiling.columns_of` them. page_tokens is a multiple of 8.
       scores: what becomes of the products of query and keys.
 
-    Returns float32 out [num_partials, 64, V], normalised, max and sum [num_partials, 64]; max in units of log2.
+    Returns float32 out [num_partials, 64, V or more], normalised, max and sum [num_partials, 64]; max in units of log2.
     Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]: 1
     where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
     """
     query, plan = call.query, call.plan
     batch, tokens, num_q_heads, head_dim = query.shape
     assert call.value_pages is not None
-    stages = stages_of((head_dim, call.value_pages.shape[3]), plan.block_tokens, call.key_pages.dtype)
+    columns = columns_of((call.key_pages.shape[3], call.value_pages.shape[3]))
+    stages = stages_of(columns, plan.block_tokens, call.key_pages.dtype)
     assert stages is not None  # or `why_not` would have said so
     sizes = Sizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype)
+    if columns[0] > call.key_pages.shape[3]:
+        sizes = replace(sizes, value_head_dim=columns[1], is_padded=True)
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),
         "keys": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
@@ -66,12 +71,14 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
-    outputs = pac_arrays.outputs_of(call, call.plan.heads.value_head_dim)
+    outputs = pac_arrays.outputs_of(call, sizes.value_head_dim)
     scratch = _scratch(sizes)
 
     def body(*refs: Any) -> None:
         named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
         named.query_buffers = tensor_core.query_views(named.query_buffers)
+        if sizes.is_padded:
+            named.key_ring, named.value_ring = map(tensor_core.ring_views, (named.key_ring, named.value_ring))
         pipeline = Pipeline(named, sizes)
 
         @pl.when(pipeline.warpgroup < LANES)
@@ -109,11 +116,14 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
 
     def ring(columns: int) -> Any:
+        if sizes.is_padded:
+            return tensor_core.ring_scratch(sizes, columns, swizzle, tiled)
         shape = sizes.stages, sizes.block, columns
         return plgpu.SMEM(shape, sizes.kv_dtype, transforms=widen.ring_transforms(sizes))
 
     state = (plgpu.TilingTransform((8, 32)), swizzle)
     copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
+    of_block = sizes.pages_per_block * sizes.copies_of_page
     return {
         "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled),  # `Query`
         "key_ring": ring(sizes.head_dim),
@@ -127,8 +137,8 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * copies, num_barriers=buffers),
         "query_together": plgpu.Barrier(num_arrivals=copies, num_barriers=buffers),
         "query_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=buffers),
-        "keys_full": plgpu.Barrier(num_arrivals=sizes.pages_per_block + 1, num_barriers=rings),
-        "values_full": plgpu.Barrier(num_arrivals=sizes.pages_per_block, num_barriers=rings),
+        "keys_full": plgpu.Barrier(num_arrivals=of_block + 1, num_barriers=rings),
+        "values_full": plgpu.Barrier(num_arrivals=of_block, num_barriers=rings),
         "keys_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
         "values_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
         "state_full": plgpu.Barrier(num_barriers=LANES),

@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.pac_pipeline import Pipeline
+from pallas_kernels.hopper.pac_pipeline import Pipeline, past_the_end
 from pallas_kernels.plan_format import Page, Segment
 
 _Ids = tuple[jax.Array, ...]
@@ -39,9 +39,16 @@ def load_blocks(pipeline: Pipeline) -> None:
                 def copy(j: int, count: int, tokens: Any = tokens, ring: Any = ring, arrived: Any = arrived) -> None:
                     """Copy `count` pages from the block's page j on."""
                     first = pl.ds(ids[j] * sizes.page_tokens, count * sizes.page_tokens)
+                    rows = pl.ds(j * sizes.page_tokens, count * sizes.page_tokens)
+                    if sizes.is_padded:
+                        for part in range(sizes.copies_of_page):
+                            columns = past_the_end(part * 64, 64, segment.head)
+                            source = tokens.at[first, segment.head, columns]  # [count * page_tokens, 64]
+                            plgpu.copy_gmem_to_smem(source, ring.at[stage, part, rows], arrived)
+                        return
                     plgpu.copy_gmem_to_smem(
                         tokens.at[first, segment.head],  # [count * page_tokens, H]
-                        ring.at[stage, pl.ds(j * sizes.page_tokens, count * sizes.page_tokens)],
+                        ring.at[stage, rows],
                         arrived,
                     )
 
@@ -54,7 +61,8 @@ def load_blocks(pipeline: Pipeline) -> None:
                 @pl.when(together)
                 def _one_copy(copy: Any = copy, arrived: Any = arrived) -> None:
                     copy(0, sizes.pages_per_block)
-                    for _ in range(sizes.pages_per_block - 1):  # the barrier expects an arrival for each page
+                    # The barrier expects the arrivals of each page.
+                    for _ in range((sizes.pages_per_block - 1) * sizes.copies_of_page):
                         plgpu.barrier_arrive(arrived)
 
                 @pl.when(jnp.logical_not(together))

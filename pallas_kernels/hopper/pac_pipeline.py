@@ -6,9 +6,9 @@
     query_scattered  query buffer     the copies of a tile unit by unit,        as query_together
                                       once for each unit and 64 columns
     query_free       query buffer     each lane, when the segment is done       preparer, before it fills the buffer
-    keys_full        stage, 3 sets    the copy of each page, the preparer once  the lanes that work on the block
-                                      (the mask is in place)
-    values_full      stage, 3 sets    the copy of each page                     the lanes that work on the block
+    keys_full        stage, 3 sets    each copy of each page, the preparer      the lanes that work on the block
+                                      once (the mask is in place)
+    values_full      stage, 3 sets    each copy of each page                    the lanes that work on the block
     keys_free        stage            each lane; in a narrow segment the lane   loader, before it fills the stage
                                       of the block, twice
     values_free      stage            as keys_free                              loader; preparer, for the mask's stage
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -44,7 +45,7 @@ class Ring(NamedTuple):
     """A ring of blocks: where their pages are copied from, and its barriers."""
 
     tokens: Any  # [num_pages x page_tokens, K, columns]
-    blocks: Any  # [stages, block, columns]
+    blocks: Any  # [stages, block, columns]; with padded heads [stages, columns / 64, block, 64], as copies write them
     full: Any
     free: Any  # None where another ring's says it too
 
@@ -57,11 +58,19 @@ class Query(NamedTuple):
     rotated: Any = None  # the same, of the dtype of rotated keys, where that is another
 
 
+class PaddedRing(NamedTuple):
+    """Two views of a ring whose rows are longer than a head's, [stages, H / 64, block, 64]."""
+
+    copies: Any  # as copies write them
+    blocks: Any  # as products read them
+
+
 @dataclass(frozen=True)
 class Sizes(PacSizes):
     """All that is known when the kernel is compiled."""
 
     kv_dtype: Any  # of the rings
+    is_padded: bool = False  # whether rows in shared memory, of H and V numbers, are longer than those of a head
 
     @property
     def is_one_byte(self) -> bool:
@@ -71,12 +80,17 @@ class Sizes(PacSizes):
     @property
     def acc_columns(self) -> int:
         """Columns of the values that one accumulator holds."""
-        return self.value_head_dim if self.value_head_dim <= 128 else 64
+        return self.value_head_dim if self.value_head_dim <= 128 and not self.is_padded else 64
 
     @property
     def query_parts(self) -> int:
         """Arrays of 64 columns that make up a tile of the query; each is copied by itself."""
         return self.head_dim // 64
+
+    @property
+    def copies_of_page(self) -> int:
+        """Copies that bring a page to a ring: of padded heads one for each 64 columns."""
+        return self.head_dim // 64 if self.is_padded else 1
 
     @property
     def query_buffers(self) -> int:
@@ -103,8 +117,11 @@ class Pipeline:
     def rings(self) -> tuple[Ring, ...]:
         """The rings that the loader fills."""
         refs = self.refs
-        keys = Ring(refs.keys, refs.key_ring, refs.keys_full, refs.keys_free)
-        return keys, Ring(refs.values, refs.value_ring, refs.values_full, refs.values_free)
+        keys, values = refs.key_ring, refs.value_ring
+        if self.sizes.is_padded:
+            keys, values = keys.copies, values.copies
+        first = Ring(refs.keys, keys, refs.keys_full, refs.keys_free)
+        return first, Ring(refs.values, values, refs.values_full, refs.values_free)
 
     @property
     def mask_free(self) -> Any:
@@ -146,3 +163,12 @@ class Pipeline:
         """Pick the full barrier of block `number`: of the set of lane 0, of lane 1, or of both."""
         lanes = jnp.where(segment.is_wide, LANES, lax.rem(number, jnp.int32(LANES)))
         return barrier.at[lanes * self.sizes.stages + self.stage(number)]
+
+
+def past_the_end(start: int, size: int, any_number: jax.Array) -> Any:
+    """Return a slice of `size` that may pass the end of an array in memory: what a copy finds there is 0.
+
+    So does hardware have it. Pallas refuses slices of which it knows that they do, so it is not told: the start is that
+    of `any_number`, times 0.
+    """
+    return pl.ds(any_number * 0 + start, size)

@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.compat import transposed
-from pallas_kernels.hopper.pac_pipeline import Pipeline, Query, Sizes
+from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
@@ -34,6 +34,20 @@ def in_turn(*refs: Any) -> Any:
     return plgpu.RefUnion(*refs)
 
 
+def ring_scratch(sizes: Sizes, columns: int, swizzle: Any, tiled: tuple) -> Any:
+    """Describe a ring of padded rows: 64 columns by themselves, as in query buffers, and views as of these.
+
+    A copy fills tiles of 8 rows only if these divide a head's row.
+    """
+    shape = (sizes.stages, columns // 64, sizes.block, 64)
+    return plgpu.RefUnion(*(plgpu.SMEM(shape, sizes.kv_dtype, transforms=view) for view in ((swizzle,), tiled)))
+
+
+def ring_views(refs: Any) -> PaddedRing:
+    """Name the two views."""
+    return PaddedRing(*refs)
+
+
 def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
     """View `count` units of 64 columns of a tile, from the first on, as [count, rows, 64]."""
     rows = packing.rows_of_unit
@@ -41,12 +55,15 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
-    """Return the products of a tile of the query and a block of keys, a reference to [block, H]: [64, block]."""
+    """Return the products of a tile of the query and a block of keys: [64, block].
+
+    Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64].
+    """
     refs, sizes = pipeline.refs, pipeline.sizes
 
     def products(scores_ref: Any) -> jax.Array:
         for part in range(sizes.query_parts):
-            columns = keys.at[:, pl.ds(part * 64, 64)]
+            columns = keys.at[part] if sizes.is_padded else keys.at[:, pl.ds(part * 64, 64)]
             plgpu.wgmma(scores_ref, refs.query_buffers.tiles.at[buffer, part], transposed(columns))
         return scores_ref[...]
 
@@ -54,14 +71,16 @@ def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array
 
 
 def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
-    """Add the products of weights [64, block] and a block of values [block, V] to accumulators, [64, acc_columns].
+    """Add the products of weights [64, block] and a block of values to accumulators, [64, acc_columns].
 
-    Weights are in registers, or a reference.
+    Values are a reference to [block, V], or of padded heads to [V / 64, block, 64]. Weights are in registers, or a
+    reference.
     """
-    columns = pipeline.sizes.acc_columns
+    sizes, columns = pipeline.sizes, pipeline.sizes.acc_columns
 
     def products(acc_refs: list[Any]) -> None:
         for i, acc_ref in enumerate(acc_refs):
-            plgpu.wgmma(acc_ref, weights, values.at[:, pl.ds(i * columns, columns)])
+            part = values.at[i] if sizes.is_padded else values.at[:, pl.ds(i * columns, columns)]
+            plgpu.wgmma(acc_ref, weights, part)
 
     return pl.run_state(products)([plgpu.ACC.init(acc) for acc in accs])

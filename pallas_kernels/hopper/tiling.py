@@ -28,8 +28,11 @@ BLOCKS = {
     (192, 128): (Block(64, 3), Block(64, 3)),
     (256, 256): (Block(64, 2), Block(64, 2)),
 }
-#: The same where K and V have one byte a number: blocks in flight are half as large, and each computing warpgroup has
-#: room for one block of 16 bits.
+#: Heads of these sizes, keys and values alike, have rows of 128 columns in shared memory, of which the last ones are 0.
+#: Copies of rows begin at multiples of 16 bytes.
+PADDED = tuple((size, size) for size in range(72, 128, 8))
+#: As `BLOCKS`, where K and V have one byte a number: blocks in flight are half as large, and each computing warpgroup
+#: has room for one block of 16 bits.
 _ONE_BYTE = {
     (64, 64): (Block(128, 4), Block(128, 4)),
     (128, 128): (Block(64, 4), Block(128, 2)),
@@ -45,15 +48,20 @@ _ONE_BYTE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 def tiling(heads: Heads, device: jax.Device) -> Tiling:
     """Return how plans are to be cut."""
-    little, much = BLOCKS[heads.head_dim, heads.value_head_dim]
+    little, much = BLOCKS[columns_of((heads.head_dim, heads.value_head_dim))]
     tile_rows = Packing.of(heads.group).tile_rows
     return Tiling(device.core_count, tile_rows, _LANES, (little.tokens, much.tokens), _MUCH)
 
 
-def stages_of(head_dims: tuple[int, int], block_tokens: int, kv_dtype: Any) -> int | None:
-    """Return how many blocks are in flight, of keys and values of these sizes; None for a block that is not taken."""
+def columns_of(head_dims: tuple[int, int]) -> tuple[int, int]:
+    """Return the columns that rows of keys, and of values, of these sizes have in shared memory."""
+    return (128, 128) if head_dims in PADDED else head_dims
+
+
+def stages_of(columns: tuple[int, int], block_tokens: int, kv_dtype: Any) -> int | None:
+    """Return how many blocks are in flight, of keys and values of so many columns; None for one that is not taken."""
     blocks = _ONE_BYTE if jnp.dtype(kv_dtype).itemsize == 1 else BLOCKS
-    return next((block.stages for block in blocks[head_dims] if block.tokens == block_tokens), None)
+    return next((block.stages for block in blocks[columns] if block.tokens == block_tokens), None)
 
 
 def why_not_on(device: Any) -> str | None:
@@ -73,7 +81,7 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
             "it takes bfloat16 or float16, the same for all, or float8_e4m3fn or float8_e5m2 for keys and values, "
             f"got {heads.query_dtype} and {heads.kv_dtype}"
         )
-    blocks = BLOCKS if is_sixteen_bits else _ONE_BYTE
-    if reason := refusals.of_head_sizes(heads, blocks) or refusals.of_scores(scores):
+    sizes = (*BLOCKS, *PADDED) if is_sixteen_bits else _ONE_BYTE
+    if reason := refusals.of_head_sizes(heads, sizes) or refusals.of_scores(scores):
         return reason
     return refusals.of_plan(plan, tiling(heads, device))

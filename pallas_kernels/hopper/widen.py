@@ -33,10 +33,10 @@ def scratch(sizes: Sizes, tiled: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def in_sixteen_bits(pipeline: Pipeline, ring: Any, stage: Any) -> Any:
-    """Return a block of K or V as products take it, a reference to [block, H]."""
+    """Return a block of K or V as products take it, a reference to [block, H], or [H / 64, block, 64] if padded."""
     refs, sizes = pipeline.refs, pipeline.sizes
     if not sizes.is_one_byte:
-        return ring.at[stage]
+        return (ring.blocks if sizes.is_padded else ring).at[stage]
     target = refs.widened.at[pipeline.warpgroup]
     plgpu.commit_smem()  # every warp of the lane is done with the products that read the buffer
     for row, column in itertools.product(range(0, sizes.block, 64), range(0, sizes.head_dim, 64)):

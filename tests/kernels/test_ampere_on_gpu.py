@@ -19,8 +19,6 @@ if not hasattr(plgpu, "mma"):
 @pytest.mark.parametrize(
     ("heads", "page_size"),
     [
-        *((Heads(32, 8, 96), page_size) for page_size in (8, 24, 256)),
-        (Heads(7, 1, 112), 16),
         (Heads(8, 4, 40), 64),
         *((Heads(32, 8, *sizes), 16) for sizes in ((192, 128), (96, 256), (40, 72))),
     ],

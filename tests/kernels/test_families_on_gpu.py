@@ -61,6 +61,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         (Heads(28, 4, 128), 5, 48, None),
         (Heads(28, 4, 128), 5, 48, 64),
         (Heads(8, 4, 256), 16, 32, None),
+        (Heads(32, 32, 96), 1, 16, None),
+        (Heads(28, 4, 96), 5, 48, 64),
+        (Heads(32, 8, 112), 33, 8, None),
     ],
     ids=str,
 )
@@ -99,6 +102,11 @@ def test_random_forests_equal_dense_attention(
         *((Heads(28, 4, 128), page_size) for page_size in (24, 64)),
         *((Heads(6, 3, 64), page_size) for page_size in (16, 32)),
         *((Heads(71, 1, 64), page_size) for page_size in (16, 48)),
+        *((Heads(32, 8, 96), page_size) for page_size in (8, 24, 256)),
+        *((Heads(32, 32, size), page_size) for size, page_size in ((80, 16), (96, 128), (112, 8))),
+        *((Heads(7, 1, size), 16) for size in range(72, 128, 8)),
+        *((Heads(28, 4, size), 24) for size in (80, 96, 112)),
+        *((Heads(71, 1, size), 48) for size in (80, 96, 112)),
     ],
     ids=str,
 )
@@ -210,6 +218,8 @@ def random_drafts(rng: np.random.Generator, requests: int, tokens: int) -> list[
         (Heads(28, 4, 128), 5, 48, jnp.float16),
         (Heads(71, 1, 64), 3, 24, jnp.bfloat16),
         (Heads(8, 4, 256), 24, 32, jnp.bfloat16),
+        (Heads(28, 4, 96), 5, 16, jnp.bfloat16),
+        (Heads(32, 32, 112), 3, 24, jnp.float16),
     ],
     ids=str,
 )

@@ -75,6 +75,11 @@ CASES = {
         Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 192, 128),
         query_tokens=5, block_tokens=64, wide=True,
     ),
+    # The last of their 128 columns in shared memory are copied from past the end of the arrays.
+    "heads of 96, row by row": Case(SIX, Heads(2, 2, 96), block_tokens=64, page_size=8),
+    "heads of 112, wide, causal": Case(
+        Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 112), query_tokens=5, wide=True
+    ),
     "more thread blocks than work": Case(Tree([-1], [5], [0]), Heads(4, 2, 64), num_ctas=5),
     # In the wide segment too there are blocks that some rows see in full and the others not at all.
     "a wide segment and narrow ones": Case(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_calls import CONFIGS, Heads, attend_hopper, plan_of
+from kernel_calls import CONFIGS, PADDED_CONFIGS, Heads, attend_hopper, plan_of
 
 from codec_jax import Forest, Window
 from codec_jax.attention import forest_attention
@@ -26,8 +26,8 @@ class Call(NamedTuple):
     query_tokens: int = 1
 
 
-ONE_TILE = [Call(heads, block, requests=3) for heads, block in CONFIGS]
-SEVERAL_TILES = [Call(heads, block, requests=21, query_tokens=4) for heads, block in CONFIGS]
+ONE_TILE = [Call(heads, block, requests=3) for heads, block in [*CONFIGS, PADDED_CONFIGS[0]]]
+SEVERAL_TILES = [Call(heads, block, requests=21, query_tokens=4) for heads, block in [*CONFIGS, PADDED_CONFIGS[1]]]
 LAYOUTS = [
     Call(Heads(32, 32, 128), 128, page_size=256, requests=100),
     Call(Heads(32, 16, 128), 64, page_size=8, query_tokens=33),
@@ -39,6 +39,7 @@ LAYOUTS = [
     Call(Heads(8, 4, 256), 64, page_size=256, query_tokens=2),
     Call(Heads(8, 8, 256), 64, page_size=8, requests=70),
     Call(Heads(32, 8, 128), 128, requests=1024),
+    Call(Heads(71, 1, 72), 128, page_size=8, requests=2),
 ]
 
 
@@ -121,8 +122,9 @@ def test_draft_trees_lower_for_cuda_as_two_kernels() -> None:
         (CONFIGS[1], None, 50.0, 1),
         (CONFIGS[2], Window(64, chunked=True), 30.0, 4),
         (CONFIGS[-1], 100, 50.0, 1),
+        (PADDED_CONFIGS[0], 100, 50.0, 4),
     ],
-    ids=["a window", "a cap", "both, several tokens", "both"],
+    ids=["a window", "a cap", "both, several tokens", "both", "both, padded heads"],
 )
 def test_windows_and_caps_lower_for_cuda_as_two_kernels(
     config: tuple[Heads, int], window: Any, softcap: float | None, tokens: int
@@ -150,7 +152,7 @@ def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
     ("changed", "reason"),
     [
         ({}, None),
-        ({"head_dim": 64}, None),
+        *(({"head_dim": size}, None) for size in (64, 72, 96, 112, 120)),
         ({"block_tokens": 64}, None),
         ({"page_size": 256}, None),
         ({"pages": jnp.float8_e5m2}, None),
@@ -166,9 +168,12 @@ def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
         ),
         ({"pages": jnp.float16}, r"it takes bfloat16 or float16, .*, got bfloat16 and float16"),
         (
-            {"head_dim": 96},
-            "it takes head sizes 64, 128, 256, 192 with values of 128, got 96$",
+            {"head_dim": 100},
+            "it takes head sizes 64, 72, 80, 88, 96, 104, 112, 120, 128, 256, 192 with values of 128, got 100$",
         ),
+        ({"head_dim": 136}, "got 136$"),
+        ({"head_dim": 96, "value_head_dim": 112}, "got 96 with values of 112$"),
+        ({"head_dim": 96, "pages": jnp.float8_e5m2}, "it takes head sizes 64, 128, 256, got 96$"),
         ({"value_head_dim": 64}, "got 128 with values of 64$"),
         ({"lanes": 1}, "it takes plans of 64 rows a tile, 2 lanes and blocks of 64 or 128 tokens, got .* 1 lanes"),
         ({"tile_rows": 16}, "it takes plans of 64 rows a tile, .*, got 16 rows"),

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_calls import CONFIGS, PAGES, TREE, Arrays, Heads, attend, check, grown, plan_of
+from kernel_calls import CONFIGS, PADDED_CONFIGS, PAGES, TREE, Arrays, Heads, attend, check, grown, plan_of
 from plan_cases import num_wide
 
 from codec_jax import Forest, PagePool, Window, make_plan
@@ -32,7 +32,7 @@ def test_pages_of_one_byte(heads: Heads, query_tokens: int, requests: int, kv_dt
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
-@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS)
+@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS + PADDED_CONFIGS)
 @pytest.mark.parametrize("query_tokens", [1, 3])
 def test_every_config_and_the_same_plan_on_xla_equal_dense_attention(
     heads: Heads, block_tokens: int, query_tokens: int, implementation: str
@@ -61,7 +61,7 @@ def test_wide_segments_equal_dense_attention(query_tokens: int, order: str, leaf
 @pytest.mark.gpu
 @pytest.mark.parametrize("query_tokens", [1, 5])
 @pytest.mark.parametrize("window", [100, 700, Window(500, chunked=True)], ids=str)
-@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS)
+@pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS + PADDED_CONFIGS)
 def test_windows_equal_dense_attention_while_leaves_grow(
     heads: Heads, block_tokens: int, window: Window | int, query_tokens: int
 ) -> None:
