@@ -217,8 +217,8 @@ def test_completions_whose_logits_are_not_finite_end_alone(dense: Dense) -> None
 
 
 def test_weights_that_are_not_finite_are_noticed(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = jax.tree.map(lambda x: x * jnp.nan, sampler._model.weights)
-    monkeypatch.setattr(sampler, "_model", replace(sampler._model, weights=broken))
+    broken = jax.tree.map(lambda x: x * jnp.nan, sampler._device.model.weights)
+    monkeypatch.setattr(sampler._device, "model", replace(sampler._device.model, weights=broken))
     state = sampler.start(PROMPTS)
     with pytest.raises(FloatingPointError, match=r"^logits: .*requests \[0, 1, 2, 3\]"):
         sampler.decode(state, 5)
