@@ -62,7 +62,8 @@ class Dense:
         def all_logits(context: tuple[int, ...]) -> np.ndarray:
             padded = np.zeros((1, CONTEXT), np.int32)
             padded[0, : len(context)] = context
-            return np.asarray(forward(weights, padded)[0, : len(context)])
+            # Parts are taken of NumPy's array: of JAX's, each length would be a program.
+            return np.asarray(forward(weights, padded))[0, : len(context)]
 
         self.all_logits = cache(all_logits)
 
