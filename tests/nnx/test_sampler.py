@@ -17,6 +17,7 @@ from cases import (
     Dense,
     Setup,
     assert_logits_follow,
+    new_sampler,
     numbered,
     stops_for,
     until_stop,
@@ -225,8 +226,7 @@ def test_on_tokens_gets_what_is_generated_as_it_comes(sampler: Sampler, dense: D
 def test_a_second_sampler_of_a_model_compiles_nothing(sampler: Sampler, setup: Setup, compilations: list[str]) -> None:
     sampler.decode(sampler.start(PROMPTS), 3)
     compilations.clear()
-    sizes = {"max_requests": REQUESTS, "num_pages": PAGES, "page_size": PAGE_SIZE, "max_context": CONTEXT}
-    second = Sampler(setup.dense.model, **sizes, steps=STEPS)
+    second = new_sampler(setup.dense.model)
     second.decode(second.start(PROMPTS), 3)
     assert not compilations
 
