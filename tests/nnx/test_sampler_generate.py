@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CONTEXT, CROWD, LONG, PAGES, PROMPTS, VOCAB, Dense, Setup, new_sampler, stops_for, until_stop
+from cases import CONTEXT, CROWD, LONG, PROMPTS, VOCAB, Dense, Setup, new_sampler, stops_for, until_stop
 from flax import nnx
 
 from codec_jax import LogitsError, OutOfPagesError
