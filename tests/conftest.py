@@ -13,6 +13,7 @@ os.environ["PJRT_NPROC"] = "8"
 # Workers share the machine: without these, each takes most of a GPU's memory, and all cores for its float64 references.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, whose threads keep cores busy that others are to have
 # Most programs run once or twice, and on a CPU making machine code of them at full effort takes longer than it saves.
 if shutil.which("nvidia-smi") is None:
     flags = ["--xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
