@@ -86,6 +86,14 @@ def _readable_signature(app, what, name, obj, options, signature, returns):
     return f"({_readable(ast.unparse(function.args))})", None if gives == "None" else _readable(gives)
 
 
+def _fields(obj):
+    """Yield the lines of a class of ours and each of its fields, those of the classes that it is made of first."""
+    for base in reversed(obj.__mro__):
+        if base.__module__.partition(".")[0] in ("codec_jax", "pallas_kernels"):
+            source = textwrap.dedent(inspect.getsource(base)).splitlines()
+            yield from ((source, node) for node in _source(base).body if isinstance(node, ast.AnnAssign))
+
+
 def _list_fields(app, what, name, obj, options, lines):
     """Add the fields of a class with the comments beside them, which is where the source explains them."""
     if what != "class" or not _has_fields(obj):
@@ -93,10 +101,8 @@ def _list_fields(app, what, name, obj, options, lines):
     if lines[0].startswith("Create new instance of"):  # what Python says of named tuples
         lines.clear()
         return
-    source = textwrap.dedent(inspect.getsource(obj)).splitlines()
-    fields = [node for node in _source(obj).body if isinstance(node, ast.AnnAssign)]
     lines += ["", "Fields:", ""]
-    for field in fields:
+    for source, field in _fields(obj):
         comment = source[field.end_lineno - 1][field.end_col_offset :].partition("#")[2].strip()
         value = ast.unparse(field.value) if field.value else "field("
         default = "" if value.startswith("field(") else f" = {value}"

@@ -90,6 +90,8 @@ def solvable(state: State) -> bool:
     """Whether some sequence of legal moves leads from the state to 24 alone."""
     if len(state) == 1:
         return state[0] == TARGET
+    if len(state) == 2:  # most states that there are: without a move for each
+        return any(result == TARGET for *_, result in _operations(*state))
     return any(solvable(move.after) for move in moves(state))
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 # In interpret mode each warpgroup takes a thread of JAX's CPU client, which has as many as the machine has cores unless
 # told otherwise: with too few, they wait for each other for ever. It is read when the client starts.
@@ -12,6 +13,7 @@ os.environ["PJRT_NPROC"] = "8"
 # Workers share the machine: without these, each takes most of a GPU's memory, and all cores for its float64 references.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, whose threads keep cores busy that others are to have
 # Most programs run once or twice, and on a CPU making machine code of them at full effort takes longer than it saves.
 if shutil.which("nvidia-smi") is None:
     flags = ["--xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
@@ -23,6 +25,7 @@ if shutil.which("nvidia-smi") is None:
 import hypothesis
 import jax
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -43,6 +46,20 @@ gc.set_threshold(50_000, 10, 10)
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay to the end
+
+
+class FilesTogether(LoadFileScheduling):
+    """Files whose tests share a sampler go to one worker: another one would compile the same programs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        if file.startswith("tests/nnx/test_sampler"):
+            return "sampler"
+        return "game_sampler" if file.endswith(("test_tree_of_thoughts.py", "test_self_consistency.py")) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return FilesTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module")

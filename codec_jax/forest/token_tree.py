@@ -7,9 +7,8 @@ import numpy as np
 from jaxtyping import Int
 
 from codec_jax.arrays import expand
-from codec_jax.forest.edits import first_pages, pages_of_runs, path_to
 from codec_jax.forest.radix_tree import common_prefix
-from codec_jax.forest.tree import FREE, ROOT, Tree
+from codec_jax.forest.tree import FREE, ROOT, Tree, first_pages, pages_of_runs, path_to
 from codec_jax.forest.window_pages import Reach
 
 

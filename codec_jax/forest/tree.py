@@ -6,10 +6,10 @@ Arrays of a `Tree` are NumPy arrays of any length; `Forest.build` derives the re
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from codec_jax import checks
-from codec_jax.arrays import Integers
+from codec_jax.arrays import Integers, expand
 
 ROOT = -1  # parent of a node that has none
 FREE = -2  # parent of a node that is not in use
@@ -80,3 +80,37 @@ def check_slots(num_pages: int, page_size: int) -> None:
             f"pages: expected less than 2**31 token slots, got {num_pages} pages of {page_size} tokens; divide the "
             "requests among several forests"
         )
+
+
+def children(tree: Tree) -> Int[np.ndarray, " nodes"]:
+    """Count each node's children."""
+    return np.bincount(tree.parent[tree.parent >= 0], minlength=len(tree.parent))
+
+
+def ended_at(tree: Tree) -> Bool[np.ndarray, " nodes"]:
+    """Return at which nodes requests end."""
+    ends = np.zeros(len(tree.parent), bool)
+    ends[tree.leaf[tree.leaf >= 0]] = True
+    return ends
+
+
+def first_pages(tree: Tree) -> Int[np.ndarray, " nodes"]:
+    """Return where each node's pages begin in `page_ids`."""
+    return np.cumsum(tree.page_count) - tree.page_count
+
+
+def pages_of_runs(
+    page_ids: Int[np.ndarray, " entries"], first: Int[np.ndarray, " runs"], count: Int[np.ndarray, " runs"]
+) -> Int[np.ndarray, " pages"]:
+    """Return runs of `page_ids`, one after the other."""
+    run, nth = expand(count)
+    return page_ids[first[run] + nth]
+
+
+def path_to(parent: Int[np.ndarray, " nodes"], node: int) -> list[int]:
+    """Return the nodes from a root down to `node`; none for NO_NODE."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = int(parent[node])
+    return path[::-1]

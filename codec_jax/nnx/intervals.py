@@ -11,7 +11,7 @@ from jaxtyping import Int
 from codec_jax.errors import OutOfPagesError
 from codec_jax.forest import Forest, PageCopies, PagePool, PageSubset
 from codec_jax.forest.homes import Homes
-from codec_jax.nnx.batch import Plans
+from codec_jax.nnx.batch import Plans, all_plans, plans_for
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.kept import forms_of
 from codec_jax.nnx.parallel import ALONE, Parallel
@@ -19,6 +19,7 @@ from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
 from codec_jax.planning.division import INVARIANT, Policy
 from codec_jax.planning.invariant import parts_of, room_for_more
 from codec_jax.planning.plan import growing_pages
+from codec_jax.traffic import Traffic, count_decode
 from pallas_kernels import Heads
 
 #: Nodes that a path may have before the decode step is compiled anew for longer block lists.
@@ -47,6 +48,18 @@ class Interval(NamedTuple):
     copies: PageCopies
     pages: Int[np.ndarray, " new"]
     places: Int[np.ndarray, " new"]
+
+    @property
+    def block_capacity(self) -> int:
+        """The blocks that plans of all pages, or of latents, have room for."""
+        windows = {plan.arrays.window for plan in all_plans(self.plan)}
+        return max(plans_for(self.plan, window)[0].block_capacity for window in windows)
+
+    def traffic(self, counts: Int[np.ndarray, " B"]) -> Traffic:
+        """Count what was read for so many tokens, in whatever form, in layers of the first window."""
+        first, *others = plans_for(self.plan, all_plans(self.plan)[0].arrays.window)
+        read = [count_decode(self.growers, plan, counts).kv_tokens_read for plan in others]
+        return count_decode(self.growers, first, counts) + Traffic(kv_tokens_read=sum(read))
 
 
 class Intervals:

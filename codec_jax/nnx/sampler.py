@@ -16,43 +16,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache as cached
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
-from tqdm import tqdm
+from jaxtyping import Array, Float
 
 from codec_jax import checks
 from codec_jax.arrays import Integers, bucket, padded
 from codec_jax.attention.backends import check_name
 from codec_jax.errors import LogitsError, OutOfPagesError
-from codec_jax.forest import Forest, PagePool, Pages
+from codec_jax.forest import Forest, PagePool
 from codec_jax.forest.edits import spread
 from codec_jax.forest.radix_tree import shared_tokens
 from codec_jax.nnx import validate
-from codec_jax.nnx.batch import Plans, all_plans, plans_for
+from codec_jax.nnx.batch import all_plans
 from codec_jax.nnx.completions import complete
 from codec_jax.nnx.decoder import Decoder
-from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.intervals import EXPECTED_DEPTH, Interval, Intervals
-from codec_jax.nnx.kept import pages_to_keep, reconstruct
+from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.loops import turns_for
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
-from codec_jax.nnx.prefill import Wave, append_waves, prefill_waves
+from codec_jax.nnx.prefill import append_waves, prefill_waves
+from codec_jax.nnx.sampler_device import SamplerDevice
 from codec_jax.nnx.sampling import NO_TOKEN, RowOptions
-from codec_jax.nnx.shards import PlacedDecoder, Program, everywhere, new_pages, program
+from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.state import Completion, Decoding, Generated
-from codec_jax.nnx.steps import decode_loop, prefill_step
 from codec_jax.planning.plan import growing_pages
-from codec_jax.traffic import Traffic, count_decode, count_pass
+from codec_jax.traffic import Traffic, count_pass
 
 
 class Sampler:
@@ -119,7 +114,7 @@ class Sampler:
         self.steps = checks.integer("steps", steps)
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         check_name(implementation)
-        self._model = placed = PlacedDecoder.of(model, mesh)
+        placed = PlacedDecoder.of(model, mesh)
         self.config = placed.config
         parallel = Parallel.of(placed.mesh)
         self._empty = PagePool.create(num_pages, devices=parallel.context)
@@ -130,30 +125,24 @@ class Sampler:
             )
         self._invariant = invariant
         kept = 0 if invariant else reconstructed_pages
-        self._reconstructed = pages_to_keep(placed.config, parallel, self.max_requests, num_pages, kept)
+        reconstructed = pages_to_keep(placed.config, parallel, self.max_requests, num_pages, kept)
         self._intervals = Intervals(
-            placed.config, steps, num_pages, page_size, parallel, self._reconstructed,
+            placed.config, steps, num_pages, page_size, parallel, reconstructed,
             max_context=self.max_context, invariant=invariant,
         )  # fmt: skip
+        alike: dict[str, Any] = {
+            "max_requests": max_requests,
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "reconstructed_pages": reconstructed,
+            "implementation": implementation,
+        }
+        self._device = SamplerDevice(placed, self._intervals, **alike)
+        self._new_engine: Callable[..., Engine] = partial(
+            Engine, max_context=self.max_context, steps=steps, invariant=invariant, **alike
+        )
         self._weights_taken = 0
-        self._new_engine = partial(
-            Engine,
-            max_requests=max_requests,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_context=self.max_context,
-            steps=steps,
-            reconstructed_pages=self._reconstructed,
-            implementation=implementation,
-            invariant=invariant,
-        )
         self._engine: Engine | None = None  # until the first call of `generate`
-
-        self._prefill = _prefill_program(placed.graph, placed.config, placed.mesh, implementation)
-        # By the turns alone: to find it among those of all samplers takes a hash of the model's graph.
-        self._decode_program = cached(
-            partial(_decode_program, placed.graph, placed.config, placed.mesh, implementation)
-        )
 
     def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take the weights that a model has now, for all calls from here on.
@@ -165,7 +154,7 @@ class Sampler:
 
         Raises ValueError for another config, or weights of other shapes or dtypes.
         """
-        self._model = self._model.updated(model)
+        self._device.update_weights(model)
         self._weights_taken += 1
         if self._engine is not None:
             self._engine.update_weights(model)
@@ -196,7 +185,10 @@ class Sampler:
         node_capacity = max(EXPECTED_DEPTH * self.max_requests, len(tree.parent))
         tree, pool = spread(tree, self._empty)
         forest = Forest.build(tree, self.max_requests, node_capacity, self.num_pages)
-        cache, logits = self._prefill_forest(forest, given, progress)
+        waves = prefill_waves(
+            forest, given, self.num_pages, self._intervals.blocks_of_chunks, one_shape=self._invariant
+        )
+        cache, logits = self._device.prefill(waves, int(forest.length.sum(dtype=np.int64)), progress)
         stream = np.zeros(self.max_requests, np.int32)
         stream[: len(given)] = numbers
         return Decoding(
@@ -264,12 +256,9 @@ class Sampler:
                     error.state, error.generated = state, generated
                     raise
             turns = self.steps if self._invariant else turns_for(int(remaining.max()), self.steps)
-            decode = self._decode_program(turns)
-            kept = reconstruct(self._model, state.cache, interval.pages, interval.places)
-            cache, logits, *results = decode(
-                self._model.weights, kept, state.logits, interval.growers, interval.plan, remaining,
-                options._replace(stream=state.stream),
-            )  # fmt: skip
+            cache, logits, results = self._device.decode(
+                interval, turns, state.cache, state.logits, options._replace(stream=state.stream)
+            )
             # The call returns before the device is done. Meanwhile, what comes next if nobody stops is planned.
             expected = np.minimum(remaining, self.steps)
             forest = interval.forest.extend(expected)
@@ -285,8 +274,8 @@ class Sampler:
                 pool=interval.pool,
                 cache=cache,
                 logits=logits,
-                block_capacity=self._block_capacity(interval.plan),
-                traffic=state.traffic + self._count(interval, counts),
+                block_capacity=interval.block_capacity,
+                traffic=state.traffic + interval.traffic(counts),
                 copies=interval.copies,
             )
             new = {request: tokens[request, : counts[request]].tolist() for request in growing.tolist()}
@@ -319,7 +308,7 @@ class Sampler:
         forest, pool = state.forest.reserve(state.pool, lengths, list(new))
         cache, logits, traffic = state.cache, state.logits, state.traffic
         for wave in append_waves(forest, new, one_shape=self._invariant):
-            plan, cache, logits = self._run(wave, cache, logits)
+            plan, cache, logits = self._device.run(wave, cache, logits)
             traffic = traffic + count_pass(wave.chunks, all_plans(plan)[0])
         copies = state.copies.without(growing_pages(forest))
         forest = forest.extend(lengths)
@@ -423,7 +412,7 @@ class Sampler:
             seed=seed,
         )
         if self._engine is None:
-            self._engine = self._new_engine(self._model)
+            self._engine = self._new_engine(self._device.model)
         try:
             return complete(
                 self._engine,
@@ -446,63 +435,3 @@ class Sampler:
         options = RowOptions.of([SamplingParams(**drawing)] * self.max_requests, self.config.vocab_size)
         filled = padded(stops, bucket(len(stops)), NO_TOKEN)  # so that their number hardly matters
         return options._replace(stop_tokens=np.tile(filled, (self.max_requests, 1)))
-
-    def _block_capacity(self, plans: Plans) -> int:
-        """Return the blocks that plans of all pages, or of latents, have room for."""
-        return max(plans_for(plans, window)[0].block_capacity for window in self.config.windows_used)
-
-    def _count(self, interval: Interval, counts: Int[np.ndarray, " B"]) -> Traffic:
-        """Count what an interval read, in whatever form, in layers of the first window."""
-        first, *others = plans_for(interval.plan, self.config.windows_used[0])
-        read = [count_decode(interval.growers, plan, counts).kv_tokens_read for plan in others]
-        return count_decode(interval.growers, first, counts) + Traffic(kv_tokens_read=sum(read))
-
-    def _prefill_forest(
-        self, forest: Forest, prompts: Sequence[Int[np.ndarray, " tokens"]], progress: bool
-    ) -> tuple[tuple[Pages, ...], Float[Array, "B V"]]:
-        """Compute K and V of every node once, in waves of chunks, and the logits after each prompt."""
-        cache = new_pages(self.config, self._model.mesh, self.num_pages, self.page_size, self._reconstructed)
-        logits = everywhere(self._model.mesh, jnp.zeros((self.max_requests, self.config.vocab_size), jnp.float32))
-        waves = prefill_waves(
-            forest, prompts, self.num_pages, self._intervals.blocks_of_chunks, one_shape=self._invariant
-        )
-        tokens = int(forest.length.sum(dtype=np.int64))
-        with tqdm(total=tokens, desc="prefill", unit="token", leave=None, disable=not progress) as bar:
-            for wave in waves:
-                _, cache, logits = self._run(wave, cache, logits)
-                bar.update(int(wave.store.sum()))
-        return cache, logits
-
-    def _run(
-        self, wave: Wave, cache: tuple[Pages, ...], logits: Float[Array, "B V"]
-    ) -> tuple[Plans, tuple[Pages, ...], Float[Array, "B V"]]:
-        """Plan and run a wave."""
-        plan = self._intervals.plan(wave.chunks, wave.tokens.shape[1], wave.block_capacity)
-        cache, logits = self._prefill(
-            self._model.weights, cache, logits, wave.chunks, plan, wave.tokens, wave.store, wave.chunk_of_request
-        )
-        return plan, cache, logits
-
-
-@lru_cache(maxsize=16)
-def _prefill_program(
-    graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, implementation: str | None
-) -> Program:
-    """Return a jitted wave; samplers of one model have the same, so that a second one compiles nothing."""
-
-    def prefill(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
-        return prefill_step(model, implementation, *rest, parallel=parallel)
-
-    return program(graph, config, mesh, prefill, donate=(1,))
-
-
-@lru_cache(maxsize=16)
-def _decode_program(
-    graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, implementation: str | None, turns: int
-) -> Program:
-    """Return a jitted loop of so many turns, the same for all samplers of one model."""
-
-    def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
-        return decode_loop(model, turns, implementation, *rest, parallel=parallel)
-
-    return program(graph, config, mesh, decode, donate=(1,))

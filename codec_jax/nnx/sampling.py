@@ -154,6 +154,8 @@ def request_keys(
     return jax.vmap(lambda k, s, p: jax.random.fold_in(jax.random.fold_in(k, s), p))(keys, stream, position)
 
 
+# A decoder's programs draw alike: a jitted function is traced once for all of one batch.
+@jax.jit
 def draw(
     logits: Float[Array, "B V"], options: RowOptions, history: History | None, position: Int[Array, " B"]
 ) -> Drawn:

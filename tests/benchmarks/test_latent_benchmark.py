@@ -9,6 +9,7 @@ from benchmarks import latent, tables
 from benchmarks.inputs import Layout, make_inputs
 from benchmarks.workloads import flat, shared_root
 
+pytestmark = pytest.mark.usefixtures("_little_room")
 WORKLOAD = shared_root(300, 3, 20)
 
 
@@ -16,7 +17,6 @@ def test_every_number_of_q_heads_is_measured_and_held_to_the_first_numbers_of_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(latent, "kernel_time", lambda call, repeats: (float(jnp.asarray(call()).size), 2))
-    monkeypatch.setattr(latent, "MIN_BLOCKS", 64)
     # Of a call over K and V the size of what comes out tells which it was, and 2 of 3 kernels are attention's.
     monkeypatch.setattr(
         latent, "kernel_runs", lambda call, repeats: [[("a_mosaic_gpu", call().size / 1e3), ("gemm", 1.0)]] * 2

@@ -11,13 +11,13 @@ from benchmarks.inputs import Layout, make_inputs
 from benchmarks.scores import VARIANTS, Variant
 from benchmarks.workloads import shared_root
 
+pytestmark = pytest.mark.usefixtures("_little_room")
 LAYOUT, WORKLOAD = Layout(4, 2, 64), shared_root(300, 3, 20)
 
 
 def test_every_variant_is_measured_and_shown_beside_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "kernel_time", lambda call, repeats: (float(jnp.asarray(call()).size), 2))
     monkeypatch.setitem(VARIANTS, "window 1024", Variant(window=100))
-    monkeypatch.setattr(scores, "MIN_BLOCKS", 64)
     asked = Namespace(variants=list(VARIANTS), heads="4/2", head_dim=64, implementation="xla", repeats=1)
     rows = list(scores.measure_all([WORKLOAD], asked))
     assert [row["variant"] for row in rows] == list(VARIANTS)

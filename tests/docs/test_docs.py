@@ -187,7 +187,8 @@ def public_of_class(cls: type) -> Iterator[Public]:
     init = None if made else vars(cls).get("__init__")
     if init is not None:
         yield Public(cls.__name__, init, [inspect.getdoc(init) or "", text])
-    for name, member in vars(cls).items():
+    ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith(("codec_jax", "pallas_kernels"))]
+    for name, member in {name: member for base in ours for name, member in vars(base).items()}.items():
         function = getattr(member, "__func__", member)
         if inspect.isfunction(function) and (not name.startswith("_") or name == "__call__"):
             yield Public(f"{cls.__name__}.{name}", function, [inspect.getdoc(function) or "", text])

@@ -18,12 +18,13 @@ class Dense:
 
     def __init__(self, model: Decoder, max_context: int) -> None:
         graph, weights = nnx.split(model)
-        forward = jax.jit(lambda tokens: nnx.merge(graph, weights)(tokens))
-        self._logits = lambda tokens: forward(np.pad(tokens, (0, max_context - len(tokens))).astype(np.int32)[None])[0]
+        self._forward = jax.jit(lambda tokens: jax.nn.log_softmax(nnx.merge(graph, weights)(tokens[None])[0]))
+        self._max_context = max_context
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:
         """Of what follows each token, [tokens, V]."""
-        return np.asarray(jax.nn.log_softmax(self._logits(tokens)[: len(tokens)]))
+        padded = np.pad(tokens, (0, self._max_context - len(tokens))).astype(np.int32)
+        return np.asarray(self._forward(padded))[: len(tokens)]  # of JAX's array, each length would be a program
 
     def greedy(self, prompt: list[int], most: int, stop: int) -> list[int]:
         """The most likely tokens, one after another."""
@@ -55,8 +56,8 @@ class SmallModel:
 
 @pytest.fixture(scope="session")
 def game_sampler() -> Sampler:
-    """A sampler of the decoder that plays Game of 24, compiled once: 4 puzzles with 20 states of each."""
-    sampler = tree_of_thoughts.new_sampler(4, 5, 4)
+    """A sampler of the decoder that plays Game of 24, compiled once: 2 puzzles with 20 states of each."""
+    sampler = tree_of_thoughts.new_sampler(2, 5, 4)
     sampler._new_engine = partial(sampler._new_engine, prefill_tokens=128)  # one size of chunks, so one program less
     return sampler
 

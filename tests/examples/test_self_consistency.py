@@ -40,16 +40,16 @@ def test_puzzles_are_voted_on_and_the_report_counts_what_arithmetic_confirms(gam
     played, sample = [], self_consistency.sample
 
     def with_game_sampler(sampler: Sampler, *rest):
-        assert sampler.max_requests == 4 * SAMPLES
+        assert sampler.max_requests == 3 * SAMPLES
         assert sampler.num_pages * sampler.page_size > sampler.max_requests * 78
         played.append(sample(game_sampler, *rest))
         return played[-1]
 
     monkeypatch.setattr(self_consistency, "sample", with_game_sampler)
-    self_consistency.main(["--puzzles", "4", "--samples", str(SAMPLES)])
+    self_consistency.main(["--puzzles", "3", "--samples", str(SAMPLES)])
     output = capsys.readouterr().out
     ((games, traffic),) = played
-    puzzles = game24.split()[1][:4]
+    puzzles = game24.split()[1][:3]
     votes = re.findall(r"^ *(\d+ \d+ \d+ \d+) +(\d+) of 12   (.+?)  (right|wrong)$", output, re.MULTILINE)
     assert [puzzle for puzzle, *_ in votes] == [" ".join(map(str, puzzle)) for puzzle in puzzles]
     right = []
@@ -62,9 +62,9 @@ def test_puzzles_are_voted_on_and_the_report_counts_what_arithmetic_confirms(gam
         assert sorted(map(int, re.findall(r"\d+", winner))) == list(puzzle)
         assert (verdict == "right") == (abs(eval(winner) - 24) < 1e-9)
         right.append(sum(abs(eval(answer) - 24) < 1e-9 for answer in answers if "/ 0" not in answer))
-    assert f"one sample      right on {sum(right) / SAMPLES:.1f} of 4" in output
-    assert f"majority vote   right on {[verdict for *_, verdict in votes].count('right')} of 4" in output
-    assert f"any sample      right on {sum(map(bool, right))} of 4" in output
+    assert f"one sample      right on {sum(right) / SAMPLES:.1f} of 3" in output
+    assert f"majority vote   right on {[verdict for *_, verdict in votes].count('right')} of 3" in output
+    assert f"any sample      right on {sum(map(bool, right))} of 3" in output
     # Without sharing, a token reads the prompt of six, those before it and itself.
     lengths = [len(tokens) for samples in games for tokens in samples]
     assert traffic.generated_tokens == sum(lengths)

@@ -1,6 +1,6 @@
 """What the sampler's tests decode, and dense attention over each request alone to compare with."""
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import chex
@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from codec_jax.nnx import Decoder, DecoderConfig, Decoding, Sampler, intervals
+from codec_jax.nnx.prefill import MAX_CHUNK_TOKENS
 from codec_jax.planning import planner
 from pallas_kernels import Tiling
 
@@ -51,6 +52,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "MIN_WIDE_TOKENS", PAGE_SIZE)
 
 
+def new_sampler(model: Decoder) -> Sampler:
+    """Return a sampler of the sizes of these tests; its engine has one size of chunks, so one program less."""
+    sizes = {"max_requests": REQUESTS, "num_pages": PAGES, "page_size": PAGE_SIZE, "max_context": CONTEXT}
+    sampler = Sampler(model, **sizes, steps=STEPS)
+    sampler._new_engine = partial(sampler._new_engine, prefill_tokens=MAX_CHUNK_TOKENS)
+    return sampler
+
+
 class Dense:
     """The model over one sequence at a time, padded to one length."""
 
@@ -62,7 +71,8 @@ class Dense:
         def all_logits(context: tuple[int, ...]) -> np.ndarray:
             padded = np.zeros((1, CONTEXT), np.int32)
             padded[0, : len(context)] = context
-            return np.asarray(forward(weights, padded)[0, : len(context)])
+            # Parts are taken of NumPy's array: of JAX's, each length would be a program.
+            return np.asarray(forward(weights, padded))[0, : len(context)]
 
         self.all_logits = cache(all_logits)
 

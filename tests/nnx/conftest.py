@@ -6,7 +6,7 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import pytest
-from cases import CONTEXT, PAGE_SIZE, PAGES, REQUESTS, STEPS, VOCAB, Dense, Setup, sharp, small_tiles
+from cases import VOCAB, Dense, Setup, new_sampler, sharp, small_tiles
 
 from codec_jax.nnx import DecoderConfig, Sampler
 
@@ -38,9 +38,7 @@ def setup() -> Setup:
     model = sharp(config)
     with pytest.MonkeyPatch.context() as monkeypatch:
         small_tiles(monkeypatch)
-        sampler = Sampler(
-            model, max_requests=REQUESTS, num_pages=PAGES, page_size=PAGE_SIZE, max_context=CONTEXT, steps=STEPS
-        )
+        sampler = new_sampler(model)
     return Setup(sampler, Dense(model))
 
 

@@ -413,9 +413,9 @@ def test_nothing_compiles_while_2000_requests_pass(engine: Engine, compilations:
     texts = [random_prompt(rng) for _ in range(300)]
     for i in range(2000):
         options = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_logprobs": 3}, {"logit_bias": {1: 2.0}}][i % 5]
-        max_tokens = 1 + int(rng.geometric(0.3))
+        max_tokens = int(rng.geometric(0.4))
         engine.submit(texts[i % 300], SamplingParams(max_tokens=max_tokens, prompt_logprobs=i % 50 == 0, **options))
-        if i % 40 == 39:
+        if i % 100 == 99:
             run(engine)
     assert not compilations
     assert engine.stats.waiting == 0

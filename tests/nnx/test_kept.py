@@ -15,7 +15,7 @@ from latent_cases import CONFIG, mesh_of, sharp
 
 from codec_jax import Window
 from codec_jax.latent import reconstruct
-from codec_jax.nnx import Decoder, DecoderConfig, Engine, Latent, Sampler, device, sampler
+from codec_jax.nnx import Decoder, DecoderConfig, Engine, Latent, Sampler, device, sampler_device
 from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.memory import pages_that_fit
 from codec_jax.nnx.parallel import ALONE, Parallel
@@ -34,7 +34,7 @@ def dense() -> Dense:
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The pages whose K and V are computed, in this order."""
     pages: list[int] = []
-    for module in (device, sampler):
+    for module in (device, sampler_device):
 
         def noted(model: Any, cache: Any, new: Any, places: Any, run: Any = module.reconstruct) -> Any:
             pages.extend(new.tolist())
@@ -97,7 +97,7 @@ def test_a_sampler_says_the_same_and_computes_k_and_v_once(dense: Dense, copied:
     forest = state.forest
     shared = {page for node in np.flatnonzero(forest.readers > 1) for page in forest.pages_of(node).tolist()}
     assert sorted(copied) == sorted(shared)
-    program, before = sampler._decode_program(8).jitted, list(copied)
+    program, before = sampler._device.decode_program(8).jitted, list(copied)
     assert program._cache_size() == 1
     state = sampler.prune(state, [3])
     texts.pop(3)

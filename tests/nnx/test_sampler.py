@@ -17,6 +17,7 @@ from cases import (
     Dense,
     Setup,
     assert_logits_follow,
+    new_sampler,
     numbered,
     stops_for,
     until_stop,
@@ -54,8 +55,8 @@ def test_prefill_in_many_waves_gives_the_same_logits(
     sampler: Sampler, dense: Dense, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     prefill_in_waves_of(4, monkeypatch)
-    prefill_step, waves = sampler._prefill, []
-    monkeypatch.setattr(sampler, "_prefill", lambda *args: [waves.append(None), prefill_step(*args)][1])
+    prefill_step, waves = sampler._device.prefill_program, []
+    monkeypatch.setattr(sampler._device, "prefill_program", lambda *args: [waves.append(None), prefill_step(*args)][1])
     state = sampler.start(PROMPT_SETS[name])
     assert len(waves) > 3
     assert_logits_follow(state, numbered(PROMPT_SETS[name]), dense)
@@ -76,11 +77,11 @@ def test_random_families_of_prompts_are_prefilled_exactly(setup: Setup, tokens: 
 def test_prompts_of_any_number_and_length_take_few_programs(sampler: Sampler) -> None:
     """One for up to 8 chunks, one for up to 32."""
     rng = np.random.default_rng(0)
-    compiled = sampler._prefill.jitted._cache_size()
+    compiled = sampler._device.prefill_program.jitted._cache_size()
     for _ in range(12):
         common = LONG[: rng.integers(40)]
         sampler.start([common + LONG[rng.integers(60) :][: rng.integers(1, 50)] for _ in range(rng.integers(1, 9))])
-    assert sampler._prefill.jitted._cache_size() <= compiled + 2
+    assert sampler._device.prefill_program.jitted._cache_size() <= compiled + 2
 
 
 def test_prefill_computes_every_shared_token_once(sampler: Sampler) -> None:
@@ -225,8 +226,7 @@ def test_on_tokens_gets_what_is_generated_as_it_comes(sampler: Sampler, dense: D
 def test_a_second_sampler_of_a_model_compiles_nothing(sampler: Sampler, setup: Setup, compilations: list[str]) -> None:
     sampler.decode(sampler.start(PROMPTS), 3)
     compilations.clear()
-    sizes = {"max_requests": REQUESTS, "num_pages": PAGES, "page_size": PAGE_SIZE, "max_context": CONTEXT}
-    second = Sampler(setup.dense.model, **sizes, steps=STEPS)
+    second = new_sampler(setup.dense.model)
     second.decode(second.start(PROMPTS), 3)
     assert not compilations
 

@@ -20,7 +20,7 @@ class Prepared(NamedTuple):
 
 @pytest.fixture
 def watched(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    seen, prepare, decode = Prepared([], []), sampler._intervals.prepare, sampler._decode_program(sampler.steps)
+    seen, prepare, decode = Prepared([], []), sampler._intervals.prepare, sampler._device.decode_program(sampler.steps)
 
     def note(*args):
         seen.planned.append(prepare(*args))
@@ -31,7 +31,7 @@ def watched(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> Prepared:
         return decode(weights, cache, logits, growers, plan, *rest)
 
     monkeypatch.setattr(sampler._intervals, "prepare", note)
-    monkeypatch.setattr(sampler, "_decode_program", lambda _: run)
+    monkeypatch.setattr(sampler._device, "decode_program", lambda _: run)
     return seen
 
 

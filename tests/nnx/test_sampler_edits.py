@@ -75,7 +75,7 @@ def test_any_history_of_forks_and_prunes_stays_exact_and_compiles_once(
 ) -> None:
     rng = np.random.default_rng(seed)
     sampler.decode(sampler.start([[5]]), 1)
-    compiled = sampler._decode_program(sampler.steps).jitted._cache_size()
+    compiled = sampler._device.decode_program(sampler.steps).jitted._cache_size()
     state = sampler.start(PROMPTS)
     contexts, unshared, count = numbered(PROMPTS), 0, 0
     for _ in range(12):
@@ -116,7 +116,7 @@ def test_any_history_of_forks_and_prunes_stays_exact_and_compiles_once(
             assert_logits_follow(state, contexts, dense)
     assert (state.traffic.generated_tokens, state.traffic.kv_tokens_unshared) == (count, unshared)
     assert state.traffic.kv_tokens_read > 0
-    assert sampler._decode_program(sampler.steps).jitted._cache_size() == compiled
+    assert sampler._device.decode_program(sampler.steps).jitted._cache_size() == compiled
     assert sampler.prune(state, state.requests).pool.num_free == PAGES
 
 
@@ -215,11 +215,11 @@ def test_a_long_text_for_one_request_takes_no_pages_for_the_others(sampler: Samp
 
 def test_running_out_of_pages_loses_nothing_and_decoding_goes_on_after_a_prune(sampler: Sampler, dense: Dense) -> None:
     sampler.decode(sampler.start([[5]]), 1)
-    compiled = sampler._decode_program(sampler.steps).jitted._cache_size()
+    compiled = sampler._device.decode_program(sampler.steps).jitted._cache_size()
     with pytest.raises(OutOfPagesError, match="free pages of 64") as caught:
         sampler.decode(sampler.start(CROWD), 100, temperature=0.0)
     assert (
-        sampler._decode_program(sampler.steps).jitted._cache_size() == compiled
+        sampler._device.decode_program(sampler.steps).jitted._cache_size() == compiled
     )  # one step serves an empty pool and a full one
     state, generated = caught.value.state, caught.value.generated
     reached = len(generated.tokens[0])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CONTEXT, CROWD, LONG, PAGES, PROMPTS, VOCAB, Dense, Setup, stops_for, until_stop
+from cases import CONTEXT, CROWD, LONG, PROMPTS, VOCAB, Dense, Setup, new_sampler, stops_for, until_stop
 from flax import nnx
 
 from codec_jax import LogitsError, OutOfPagesError
@@ -206,9 +206,9 @@ def test_an_unknown_implementation_is_refused(sampler: Sampler) -> None:
 def test_completions_whose_logits_are_not_finite_end_alone(dense: Dense) -> None:
     graph, weights = nnx.split(nnx.clone(dense.model))
     weights["embedding"]["embedding"][...] = weights["embedding"]["embedding"][...].at[13].set(np.nan)
-    sampler = Sampler(nnx.merge(graph, weights), max_requests=2, num_pages=PAGES, page_size=8, max_context=CONTEXT)
-    prompts = [[13, 1, 2], [14, 1, 2], [3, 4]]
-    texts = [[], *(until_stop(dense.greedy(prompt, 20), [13]) for prompt in prompts[1:])]
+    sampler = new_sampler(nnx.merge(graph, weights))
+    prompts = [[13, 1, 2], [14, 1, 2], [3, 4]] * 4  # more than there are rows: some come where others were
+    texts = [[] if 13 in prompt else until_stop(dense.greedy(prompt, 20), [13]) for prompt in prompts]
     assert all(13 not in text for text in texts)
     completions = sampler.generate(prompts, max_new_tokens=20, temperature=0.0)
     assert [(each.finish_reason, each.tokens) for each in completions] == [
@@ -217,8 +217,8 @@ def test_completions_whose_logits_are_not_finite_end_alone(dense: Dense) -> None
 
 
 def test_weights_that_are_not_finite_are_noticed(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = jax.tree.map(lambda x: x * jnp.nan, sampler._model.weights)
-    monkeypatch.setattr(sampler, "_model", replace(sampler._model, weights=broken))
+    broken = jax.tree.map(lambda x: x * jnp.nan, sampler._device.model.weights)
+    monkeypatch.setattr(sampler._device, "model", replace(sampler._device.model, weights=broken))
     state = sampler.start(PROMPTS)
     with pytest.raises(FloatingPointError, match=r"^logits: .*requests \[0, 1, 2, 3\]"):
         sampler.decode(state, 5)

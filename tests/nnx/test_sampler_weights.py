@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax
 import pytest
-from cases import CONTEXT, PAGE_SIZE, PAGES, PROMPTS, REQUESTS, STEPS, Dense
+from cases import PROMPTS, Dense, new_sampler
 from flax import nnx
 
 from codec_jax.nnx import Decoder, Sampler
@@ -29,9 +29,7 @@ def texts(sampler: Sampler) -> list[list[int]]:
 def test_training_a_model_does_not_reach_its_sampler_until_update_weights(
     model: Decoder, dense: Dense, compilations: list[str]
 ) -> None:
-    sampler = Sampler(
-        model, max_requests=REQUESTS, num_pages=PAGES, page_size=PAGE_SIZE, max_context=CONTEXT, steps=STEPS
-    )
+    sampler = new_sampler(model)
     before = [dense.greedy(prompt, TOKENS) for prompt in PROMPTS]
     shift(model)
     after = [Dense(nnx.clone(model)).greedy(prompt, TOKENS) for prompt in PROMPTS]

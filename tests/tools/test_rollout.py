@@ -63,7 +63,7 @@ def dense_logits(model: Decoder, tokens: list[int]) -> np.ndarray:
     """Logits of what follows each token, of one sequence without padding on its left."""
     padded = np.zeros((1, PROMPT + NEW), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.asarray(_forward(*nnx.split(model), padded)[0, : len(tokens)], np.float64)
+    return np.asarray(_forward(*nnx.split(model), padded), np.float64)[0, : len(tokens)]
 
 
 @jax.jit(static_argnums=0)
