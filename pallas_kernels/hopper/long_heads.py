@@ -48,6 +48,11 @@ class LongPipeline(LatentPipeline):
         left, right = self.halves(refs.values)
         return Ring(refs.keys, refs.key_ring, refs.keys_full, refs.keys_free), left, right
 
+    def stage(self, number: jax.Array) -> jax.Array:
+        """Where in the rings block `number` of this thread block lies."""
+        # At 0. Were that a constant, the compiler would keep the addresses of all parts of a block in registers.
+        return number >> 31
+
     @property
     def keys_full(self) -> Any:
         """The barriers after which products of a block's keys may begin."""
