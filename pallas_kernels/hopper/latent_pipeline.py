@@ -40,7 +40,7 @@ class LatentSizes(Sizes):
 
     @property
     def has_values_apart(self) -> bool:
-        """Whether values have pages of their own, as in `long_heads`: latents are keys with a value as their beginning."""
+        """Whether values have pages of their own, as in `long_heads`; of latents they are shorter than keys."""
         return self.value_head_dim == self.head_dim
 
     @property
