@@ -82,7 +82,7 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, call.plan.heads.value_head_dim)
-    pipeline_class = LatentPipeline
+    pipeline_class: type[LatentPipeline] = LatentPipeline
     if sizes.is_one_byte or sizes.has_values_apart:
         pipeline_class = OneBytePipeline if sizes.is_one_byte else LongPipeline
     scratch, registers = _scratch(sizes), _ONE_BYTE_REGISTERS if sizes.is_one_byte else _REGISTERS
