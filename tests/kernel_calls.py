@@ -12,7 +12,7 @@ from codec_jax import DraftTrees, Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.planning import arrays_of
 from pallas_kernels import HOPPER, Call, Scores
-from pallas_kernels.hopper.tiling import BLOCKS
+from pallas_kernels.hopper.tiling import BLOCKS, LONG
 from pallas_kernels.packing import Packing
 
 PAGES = 192
@@ -32,23 +32,23 @@ class Heads(NamedTuple):
         return self.dim if self.values is None else self.values
 
 
-def plan_of(forest: Forest, heads: Heads, **options: Any) -> Plan:
+def plan_of(forest: Forest, heads: Heads, **changed: Any) -> Plan:
     """Plan as for an H200, on any machine; forests of up to PAGES pages and one tile or a few share a compilation."""
-    sizes = {
+    sizes = heads.dim, heads.value_dim
+    is_long = sizes in LONG
+    options = {
         "num_ctas": 132,
         "tile_rows": Packing.of(heads.q // heads.kv).tile_rows,
-        "block_tokens": BLOCKS.get((heads.dim, heads.value_dim), BLOCKS[128, 128])[1].tokens,
-        "lanes": 2,
+        "block_tokens": LONG[sizes].tokens if is_long else BLOCKS.get(sizes, BLOCKS[128, 128])[1].tokens,
+        "lanes": 1 if is_long else 2,
         "min_wide_tokens": 24,
         "block_capacity": 256,
-    }
-    sizes |= {
         "num_q_heads": heads.q,
         "num_kv_heads": heads.kv,
         "head_dim": heads.dim,
         "value_head_dim": heads.value_dim,
     }
-    return make_plan(forest, **(sizes | options))
+    return make_plan(forest, **(options | changed))
 
 
 def attend_hopper(

@@ -23,6 +23,7 @@ from simulator import (
 
 from pallas_kernels.hopper import latent, latent_products, tensor_core
 from pallas_kernels.hopper.latent_pipeline import LatentPipeline
+from pallas_kernels.hopper.long_heads import LongPipeline
 
 
 def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
@@ -52,6 +53,8 @@ def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
 def multiply_latents(pipeline: LatentPipeline, stage: jax.Array, buffer: jax.Array) -> jax.Array:
     """Return the products of the tile of the query and a block, [64, block]."""
     refs = pipeline.refs
+    if isinstance(pipeline, LongPipeline):
+        return multiply(query_tile(pipeline, buffer), read(refs.key_ring.at[stage]).T)
     query, left = query_tile(pipeline, buffer), read(refs.left_ring.at[stage])
     plgpu.barrier_wait(refs.right_full.at[stage])
     keys = jnp.concatenate([left, read(refs.right_ring.at[stage])], axis=1)  # [block, 576 or 512]

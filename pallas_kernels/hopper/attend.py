@@ -9,7 +9,7 @@ from jax import Array
 from pallas_kernels import two_launches
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper.tiling import columns_of
+from pallas_kernels.hopper.tiling import LONG, columns_of
 
 
 # Lowering the kernels takes seconds, and a step calls them in every layer. A jitted function is lowered once for all.
@@ -18,11 +18,14 @@ from pallas_kernels.hopper.tiling import columns_of
 def attend(call: Call, scores: Scores) -> tuple[Array, Array, Array]:
     """Run PAC and POR, as `Family.attend` promises."""
     # A JAX that was built without GPU support may not have their dialect.
+    from pallas_kernels.hopper.latent import latent_pac
     from pallas_kernels.hopper.pac import pac
     from pallas_kernels.hopper.por import por
     from pallas_kernels.hopper.widen import WIDE
 
     def partials(call: Call) -> tuple[Array, ...]:
+        if (call.plan.heads.head_dim, call.plan.heads.value_head_dim) in LONG:
+            return latent_pac(call, scores)
         is_one_byte = call.key_pages.dtype.itemsize == 1
         return pac(call._replace(query=call.query.astype(WIDE)) if is_one_byte else call, scores)
 

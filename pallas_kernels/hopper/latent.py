@@ -7,7 +7,8 @@
                                                                      ▼ right[:, 256:], with the factor of O
     warpgroup 1, the follower                                        └► O[:, 256:] += P right[:, :256]
 
-Latents of one byte a number are what `latent_widen` makes of them, in shared memory, and all else is the same.
+Latents of one byte a number are what `latent_widen` makes of them, in shared memory, and all else is the same. So it is
+with heads of 512 numbers, whose values have pages of their own: see `long_heads`.
 
 A block is in shared memory once, for both products: 72 KiB for 64 tokens. With two of them and the query, 216 of 227
 KiB are taken, so there is no room for a second tile, and segments are narrow. The output of a tile, [64, 512] in
@@ -31,10 +32,11 @@ import jax.numpy as jnp
 from pallas_kernels import pac_arrays, plan_guard
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import latent_widen, tensor_core
+from pallas_kernels.hopper import latent_widen, long_heads, tensor_core
 from pallas_kernels.hopper.latent_compute import follow, score
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline, LatentSizes
 from pallas_kernels.hopper.latent_widen import ROTATED, OneBytePipeline
+from pallas_kernels.hopper.long_heads import LongPipeline
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS
 from pallas_kernels.hopper.pac_prepare import prepare
@@ -46,6 +48,8 @@ _REGISTERS = {"score": 232, "follow": 168, "load": 40, "prepare": 72}
 #: Where who prepares also widens.
 _ONE_BYTE_REGISTERS = {"score": 232, "follow": 160, "load": 32, "prepare": 88}
 _STAGES = 2
+#: Where values have pages of their own.
+_STAGES_APART = 1
 
 
 def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -54,18 +58,23 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
     Args:
       call: query and keys are bfloat16 or float16, of 576 numbers; value pages are None, for the values are the first
         512 numbers of the keys. Or keys are the 512 numbers of float8_e4m3fn that are values as well, with their scales
-        and rotated keys in the call, and the query is `latent_widen.joined_query`. The plan has one lane, blocks of 64
-        tokens, and page_tokens a multiple of 8.
+        and rotated keys in the call, and the query is `latent_widen.joined_query`. Or query, keys and values are all
+        bfloat16 or float16, of 512 numbers, of any number of kv heads. The plan has one lane, blocks of 64 tokens, and
+        page_tokens a multiple of 8.
       scores: what becomes of the products of query and keys.
 
     Returns what `pac` returns: out [num_partials, 64, 512], max, sum and violations.
     """
     query, beside = call.query, {"scales": call.latent_scale, "rotated": call.rotated_keys}
-    sizes: LatentSizes = LatentSizes.of(call, scores, _STAGES, kv_dtype=call.key_pages.dtype)
-    pages = {"latents": call.key_pages} | {name: x for name, x in beside.items() if x is not None}
+    stages = _STAGES if call.value_pages is None else _STAGES_APART
+    sizes: LatentSizes = LatentSizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype)
+    if call.value_pages is None:
+        pages = {"latents": call.key_pages} | {name: x for name, x in beside.items() if x is not None}
+    else:
+        pages = {"keys": call.key_pages, "values": call.value_pages}
     inputs = {
         "query": query.reshape(-1, *query.shape[2:]),  # [B x T, N, 576]
-        # [num_pages x page_tokens, 1, 576] or, of one byte a number, 512, 4 and 64
+        # [num_pages x page_tokens, 1, 576] or, of one byte a number, 512, 4 and 64; or [.., K, 512] twice
         **{name: x.reshape(-1, *x.shape[2:]) for name, x in pages.items()},
         **pac_arrays.inputs_of(call, sizes),
     }
@@ -73,12 +82,15 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, call.plan.heads.value_head_dim)
+    pipeline_class: type[LatentPipeline] = LatentPipeline
+    if sizes.is_one_byte or sizes.has_values_apart:
+        pipeline_class = OneBytePipeline if sizes.is_one_byte else LongPipeline
     scratch, registers = _scratch(sizes), _ONE_BYTE_REGISTERS if sizes.is_one_byte else _REGISTERS
 
     def body(*refs: Any) -> None:
         named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
         named.query_buffers = tensor_core.query_views(named.query_buffers)
-        pipeline = OneBytePipeline(named, sizes) if sizes.is_one_byte else LatentPipeline(named, sizes)
+        pipeline = pipeline_class(named, sizes)
 
         @pl.when(pipeline.warpgroup == _SCORER)
         def _score() -> None:
@@ -121,20 +133,22 @@ def _scratch(sizes: LatentSizes) -> dict[str, Any]:
     tiled = (plgpu.TilingTransform((8, 64)), swizzle)
     stages, block, is_one_byte = sizes.stages, sizes.block, sizes.is_one_byte
     right = plgpu.SMEM((stages, block, sizes.head_dim - HALF), sizes.dtype, transforms=tiled)
-    # What is widened has no copies that arrive by themselves.
-    left_copies, right_copies = (0, 1) if is_one_byte else (sizes.pages_per_block,) * 2
+    # What is widened has no copies that arrive by themselves. The mask comes with what scores begin with.
+    copies, with_mask = sizes.pages_per_block, not sizes.has_values_apart
+    left_arrivals, right_arrivals = (1, 1) if is_one_byte else (copies + with_mask, copies)
     return {
         "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled, ROTATED if is_one_byte else None),  # `Query`
         "left_ring": plgpu.SMEM((stages, block, HALF), sizes.dtype, transforms=tiled),
         **(latent_widen.scratch(sizes, tiled) if is_one_byte else {"right_ring": right}),
+        **(long_heads.scratch(sizes, tiled) if sizes.has_values_apart else {}),
         # Readers, and positions with causal masks and windows, of each token.
         "mask": plgpu.SMEM((stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
         "factor": plgpu.SMEM((stages + 1, TILE_ROWS), jnp.float32),  # of the output so far, and of all in the end
         "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * sizes.query_parts, num_barriers=1),
         "query_together": plgpu.Barrier(num_arrivals=sizes.query_parts, num_barriers=1),
         "query_free": plgpu.Barrier(num_barriers=1),
-        "left_full": plgpu.Barrier(num_arrivals=left_copies + 1, num_barriers=stages),
-        "right_full": plgpu.Barrier(num_arrivals=right_copies, num_barriers=stages),
+        "left_full": plgpu.Barrier(num_arrivals=left_arrivals, num_barriers=stages),
+        "right_full": plgpu.Barrier(num_arrivals=right_arrivals, num_barriers=stages),
         "left_free": plgpu.Barrier(num_barriers=stages),
         "right_free": plgpu.Barrier(num_barriers=stages),
         "weights_full": plgpu.Barrier(num_barriers=stages),

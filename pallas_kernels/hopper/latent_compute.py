@@ -68,7 +68,7 @@ def follow(pipeline: LatentPipeline) -> None:
             stage = pipeline.stage(done + i)
             plgpu.barrier_wait(refs.weights_full.at[stage])
             accs = _scaled(pipeline, accs, _load_factor(pipeline, stage))
-            values = refs.right_ring.at[stage, :, pl.ds(0, HALF)]  # [block, 256]
+            values = pipeline.right_values(stage)  # [block, 256]
             accs = tensor_core.multiply_values(pipeline, accs, pipeline.weights(stage), values)  # [64, 128] each
             plgpu.barrier_arrive(refs.right_free.at[stage])
             return accs
@@ -102,11 +102,12 @@ def _score_block(pipeline: LatentPipeline, lane: LaneWork, i: jax.Array, state: 
     refs, sizes = pipeline.refs, pipeline.sizes
     number = lane.done + i
     stage = pipeline.stage(number)
-    plgpu.barrier_wait(refs.left_full.at[stage])
+    plgpu.barrier_wait(pipeline.keys_full.at[stage])
     readers = refs.mask[stage, 0, 0] if masked else None  # of the first token; loaded ahead of the products
     # The query is in buffer 0. Were that a constant, the compiler would keep the addresses of all its parts from block
     # to block, in registers that it does not have; that numbers of blocks are not negative, it does not know.
     scores = latent_products.multiply_latents(pipeline, stage, number >> 31)  # [64, block]
+    pipeline.release_keys(stage)
     scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
     visible, scores = mask_scores(pipeline, lane, stage, readers, scores) if masked else (all_rows(), scores)
     block_max = jnp.where(visible, scores.max(axis=1) * sizes.factor, MASK_VALUE)  # [64]
@@ -121,7 +122,7 @@ def _score_block(pipeline: LatentPipeline, lane: LaneWork, i: jax.Array, state: 
     plgpu.barrier_arrive(refs.weights_full.at[stage])
     row_sum = state.sum * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
     accs = _scaled(pipeline, state.accs, alpha)
-    accs = tensor_core.multiply_values(pipeline, accs, rounded, refs.left_ring.at[stage])  # [64, 128] each
+    accs = tensor_core.multiply_values(pipeline, accs, rounded, pipeline.left_values(stage))  # [64, 128] each
     plgpu.barrier_arrive(refs.left_free.at[stage])
     return _State(accs, row_max, row_sum)
 

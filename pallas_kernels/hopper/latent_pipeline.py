@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.pac_pipeline import Pipeline, Ring, Sizes
 from pallas_kernels.plan_format import Segment
@@ -36,6 +37,11 @@ HALF = 256
 @dataclass(frozen=True)
 class LatentSizes(Sizes):
     """All that is known when the kernel is compiled. `head_dim` counts rotated keys, wherever their pages are."""
+
+    @property
+    def has_values_apart(self) -> bool:
+        """Whether values have pages of their own, as in `long_heads`; of latents they are shorter than keys."""
+        return self.value_head_dim == self.head_dim
 
     @property
     def acc_columns(self) -> int:
@@ -54,15 +60,50 @@ class LatentPipeline(Pipeline):
     @property
     def rings(self) -> tuple[Ring, ...]:
         """The halves of blocks."""
+        return self.halves(self.refs.latents)
+
+    def halves(self, tokens: Any) -> tuple[Ring, Ring]:
+        """Return the rings of columns 0 to 255 of some pages, and of all others."""
         refs, columns = self.refs, self.sizes.head_dim
-        left = Ring(refs.latents.at[:, :, pl.ds(0, HALF)], refs.left_ring, refs.left_full, refs.left_free)
-        right = refs.latents.at[:, :, pl.ds(HALF, columns - HALF)]
+        left = Ring(tokens.at[:, :, pl.ds(0, HALF)], refs.left_ring, refs.left_full, refs.left_free)
+        right = tokens.at[:, :, pl.ds(HALF, columns - HALF)]
         return left, Ring(right, refs.right_ring, refs.right_full, refs.right_free)
 
     def full(self, barrier: Any, segment: Segment, number: jax.Array) -> Any:
         """Pick the full barrier of block `number`."""
         del segment
         return barrier.at[self.stage(number)]
+
+    @property
+    def keys_full(self) -> Any:
+        """The barriers after which products of a block's keys may begin."""
+        return self.refs.left_full
+
+    def keys(self, stage: jax.Array, part: int) -> Any:
+        """Refer to columns 64 part to 64 part + 63 of a block's keys, [block, 64].
+
+        The left half of the block is there. The right half is waited for while products of the left one go on.
+        """
+        left_parts = HALF // 64
+        if part == left_parts:
+            plgpu.barrier_wait(self.refs.right_full.at[stage])
+        ring, at = (self.refs.left_ring, part) if part < left_parts else (self.refs.right_ring, part - left_parts)
+        return self.columns(ring, stage, at)
+
+    def columns(self, ring: Any, stage: jax.Array, part: int) -> Any:
+        """Refer to 64 columns of a block, [block, 64]."""
+        return ring.at[stage].at[:, pl.ds(part * 64, 64)]
+
+    def release_keys(self, stage: jax.Array) -> None:
+        """Nothing goes back when a block's scores are there: its keys are values as well."""
+
+    def left_values(self, stage: jax.Array) -> Any:
+        """Refer to columns 0 to 255 of a block's values, [block, 256]."""
+        return self.refs.left_ring.at[stage]
+
+    def right_values(self, stage: jax.Array) -> Any:
+        """Refer to columns 256 to 511 of a block's values, [block, 256]."""
+        return self.refs.right_ring.at[stage, :, pl.ds(0, HALF)]
 
     def weights(self, stage: jax.Array) -> Any:
         """Refer to where a block's weights are passed on, [64, block]: its last columns, which only the scores need."""

@@ -8,27 +8,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.compat import transposed
-from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline
+from pallas_kernels.hopper.latent_pipeline import LatentPipeline
 from pallas_kernels.packing import TILE_ROWS
 
 
 def multiply_latents(pipeline: LatentPipeline, stage: jax.Array, buffer: jax.Array) -> jax.Array:
-    """Return the products of the tile of the query and a block, [64, block].
-
-    The left half of the block is there. The right half is waited for while products of the left one go on.
-    """
+    """Return the products of the tile of the query and a block, [64, block]."""
     refs, sizes = pipeline.refs, pipeline.sizes
-    left_parts, last = HALF // 64, sizes.query_parts - 1
+    last = sizes.query_parts - 1
 
     def products(scores_ref: Any) -> jax.Array:
         for part in range(sizes.query_parts):
-            if part == left_parts:
-                plgpu.barrier_wait(refs.right_full.at[stage])
-            ring, at = (refs.left_ring, part) if part < left_parts else (refs.right_ring, part - left_parts)
-            tiles = refs.query_buffers.tiles
-            if sizes.is_one_byte and part == last:
-                ring, at, tiles = refs.rotated_ring, 0, refs.query_buffers.rotated
-            columns = ring.at[stage].at[:, pl.ds(at * 64, 64)]  # [block, 64]
+            columns = pipeline.keys(stage, part)  # [block, 64]
+            is_rotated = sizes.is_one_byte and part == last
+            tiles = refs.query_buffers.rotated if is_rotated else refs.query_buffers.tiles
             plgpu.wgmma(scores_ref, tiles.at[buffer, part], transposed(columns))
         return scores_ref[...]
 

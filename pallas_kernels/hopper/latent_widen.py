@@ -103,6 +103,11 @@ class OneBytePipeline(LatentPipeline):
         del segment
         _widen(self, self.stage(number))
 
+    def keys(self, stage: jax.Array, part: int) -> Any:
+        """Refer to columns 64 part to 64 part + 63 of a block's keys, [block, 64]; the last ones are the rotated."""
+        last = self.sizes.query_parts - 1
+        return self.columns(self.refs.rotated_ring, stage, 0) if part == last else super().keys(stage, part)
+
     def weights(self, stage: jax.Array) -> Any:
         """Refer to where a block's weights are passed on, [64, block]: where its rotated keys were."""
         return self.refs.weight_ring.at[stage]

@@ -38,6 +38,8 @@ _ONE_BYTE = {
     (128, 128): (Block(64, 4), Block(128, 2)),
     (256, 256): (Block(64, 2), Block(64, 2)),
 }
+#: Heads whose output takes the registers of two warpgroups, so that a segment has one tile: see `long_heads`.
+LONG = {(512, 512): Block(64, 1)}
 #: What is much, in KV tokens for each thread block. Tokens that another tile reads again wait for no memory, so that
 #: arithmetic decides sooner.
 _MUCH = (4096, 512)
@@ -48,8 +50,10 @@ _ONE_BYTE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 def tiling(heads: Heads, device: jax.Device) -> Tiling:
     """Return how plans are to be cut."""
-    little, much = BLOCKS[columns_of((heads.head_dim, heads.value_head_dim))]
-    tile_rows = Packing.of(heads.group).tile_rows
+    tile_rows, sizes = Packing.of(heads.group).tile_rows, (heads.head_dim, heads.value_head_dim)
+    if sizes in LONG:
+        return Tiling(device.core_count, tile_rows, 1, (LONG[sizes].tokens,) * 2)
+    little, much = BLOCKS[columns_of(sizes)]
     return Tiling(device.core_count, tile_rows, _LANES, (little.tokens, much.tokens), _MUCH)
 
 
@@ -81,7 +85,7 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
             "it takes bfloat16 or float16, the same for all, or float8_e4m3fn or float8_e5m2 for keys and values, "
             f"got {heads.query_dtype} and {heads.kv_dtype}"
         )
-    sizes = (*BLOCKS, *PADDED) if is_sixteen_bits else _ONE_BYTE
+    sizes = (*BLOCKS, *PADDED, *LONG) if is_sixteen_bits else _ONE_BYTE
     if reason := refusals.of_head_sizes(heads, sizes) or refusals.of_scores(scores):
         return reason
     return refusals.of_plan(plan, tiling(heads, device))

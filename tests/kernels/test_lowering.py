@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 from kernel_calls import CONFIGS, PADDED_CONFIGS, Heads, attend_hopper, plan_of
 
-from codec_jax import Forest, Window
+from codec_jax import Forest, Window, make_plan
 from codec_jax.attention import forest_attention
+from codec_jax.attention.backends import choose
 from pallas_kernels import HOPPER, Scores
 from pallas_kernels import Heads as AllHeads
 
@@ -68,6 +69,23 @@ def test_a_call_lowers_for_cuda_as_two_kernels_and_nothing_that_moves_kv(call: C
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
     assert "stablehlo.transpose" not in text
     assert tokens > 1 or "stablehlo.gather" not in text
+
+
+def test_heads_of_512_lower_for_cuda_and_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, forest = Heads(16, 2, 512), Forest.from_nodes([-1, 0], [200, 40], [1] * 9, page_size=64)
+    plan = plan_of(forest, heads, query_tokens=5, window=1024)
+    query = jax.ShapeDtypeStruct((9, 5, heads.q, 512), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, 512), jnp.bfloat16)
+    lowered = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+    hopper = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=132)
+    monkeypatch.setattr(jax, "devices", lambda: [hopper])
+    wanted, scores = AllHeads(heads.q, heads.kv, 512, 512), Scores(0.1)
+    sizes = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": 512}
+    for made in (plan, make_plan(forest, **sizes)):
+        assert choose(None, wanted, scores, made.arrays) is HOPPER
+    one_byte = AllHeads(heads.q, heads.kv, 512, 512, kv_dtype=jnp.dtype(jnp.float8_e4m3fn))
+    assert "it takes head sizes 64, 128, 256, got 512" in HOPPER.why_not(one_byte, hopper)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +187,7 @@ def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
         ({"pages": jnp.float16}, r"it takes bfloat16 or float16, .*, got bfloat16 and float16"),
         (
             {"head_dim": 100},
-            "it takes head sizes 64, 72, 80, 88, 96, 104, 112, 120, 128, 256, 192 with values of 128, got 100$",
+            "it takes head sizes 64, 72, 80, 88, 96, 104, 112, 120, 128, 256, 512, 192 with values of 128, got 100$",
         ),
         ({"head_dim": 136}, "got 136$"),
         ({"head_dim": 96, "value_head_dim": 112}, "got 96 with values of 112$"),
