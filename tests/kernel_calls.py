@@ -1,6 +1,7 @@
 """Calls of the Hopper kernels, and what they should give: float64 attention of each request alone."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +12,15 @@ from forests import Tree, ancestry, first_seen
 from codec_jax import DraftTrees, Forest, Plan, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.planning import arrays_of
-from pallas_kernels import HOPPER, Call, Scores
-from pallas_kernels.hopper.tiling import BLOCKS, LONG
-from pallas_kernels.packing import Packing
+from pallas_kernels import HOPPER, Call, Family, Scores
+from pallas_kernels import Heads as AllHeads
+from pallas_kernels.hopper.tiling import BLOCKS
 
 PAGES = 192
 NODES = 128
+H200 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200", core_count=132)
+#: Of random numbers in heads of 512, products are large; with a smaller scale the weights are of several tokens.
+LONG_SCALE = 0.02
 attend = jax.jit(forest_attention, static_argnames=("scale", "softcap", "implementation", "return_residuals"))
 attend_mosaic = partial(attend, implementation="mosaic")
 
@@ -32,15 +36,22 @@ class Heads(NamedTuple):
         return self.dim if self.values is None else self.values
 
 
-def plan_of(forest: Forest, heads: Heads, **changed: Any) -> Plan:
-    """Plan as for an H200, on any machine; forests of up to PAGES pages and one tile or a few share a compilation."""
-    sizes = heads.dim, heads.value_dim
-    is_long = sizes in LONG
+def plan_of(forest: Forest, heads: Heads, family: Family = HOPPER, **changed: Any) -> Plan:
+    """Plan as a family wants it on this GPU, or on an H200 where there is none.
+
+    Forests of up to PAGES pages and one tile or a few share a compilation. Heads that a family does not take are cut as
+    those of 128.
+    """
+    device = jax.devices()[0] if jax.default_backend() == "gpu" else H200
+    wanted = AllHeads(heads.q, heads.kv, heads.dim, heads.value_dim)
+    if family.why_not(wanted, device):
+        wanted = AllHeads(heads.q, heads.kv, 128, 128)
+    tiling = family.tiling(wanted, device)
     options = {
-        "num_ctas": 132,
-        "tile_rows": Packing.of(heads.q // heads.kv).tile_rows,
-        "block_tokens": LONG[sizes].tokens if is_long else BLOCKS.get(sizes, BLOCKS[128, 128])[1].tokens,
-        "lanes": 1 if is_long else 2,
+        "num_ctas": tiling.num_ctas,
+        "tile_rows": tiling.tile_rows,
+        "block_tokens": tiling.block_tokens[-1],
+        "lanes": tiling.lanes,
         "min_wide_tokens": 24,
         "block_capacity": 256,
         "num_q_heads": heads.q,

@@ -105,7 +105,7 @@ def forest_attention(
       key_scale: [K], any float dtype: factor on the keys of each kv head, for pages of one byte a number (float8_e4m3fn
         or float8_e5m2; `KVPages.quantisation`); None for 1.
       value_scale: the same for values.
-      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these if H = V is 64, 256 or
+      implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these if H = V is 64, 256, 512 or
         a multiple of 8 from 72 to 128, or H = 192 and V = 128, of one byte a number if H = V is 64, 128 or 256;
         and latents, H = 576, V = 512, K = 1 and value_pages None, of 16 bits or `LatentPages`),
         "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H and V multiples of 8 up to 256; on

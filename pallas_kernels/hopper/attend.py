@@ -1,5 +1,6 @@
 """The plan on Hopper GPUs: its arrays go to the Pallas kernels as they are, two launches a call."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -29,11 +30,17 @@ def attend(call: Call, scores: Scores) -> tuple[Array, Array, Array]:
         is_one_byte = call.key_pages.dtype.itemsize == 1
         return pac(call._replace(query=call.query.astype(WIDE)) if is_one_byte else call, scores)
 
+    out, row_max, row_sum = two_launches.run(padded(call), partials, por)
+    return out[..., : call.plan.heads.value_head_dim], row_max, row_sum
+
+
+def padded(call: Call) -> Call:
+    """Give the query, and the plan's heads, the columns that rows have in shared memory.
+
+    The query and the output are small, so that XLA pads and cuts them, and the kernels copy whole rows of them.
+    """
     heads = call.plan.heads
-    columns, _ = columns_of((heads.head_dim, heads.value_head_dim))
-    if columns == heads.head_dim:
-        return two_launches.run(call, partials, por)
-    # The query and the output are small, so that XLA pads and cuts them, and the kernels copy whole rows of them.
+    columns, value_columns = columns_of((heads.head_dim, heads.value_head_dim))
     padding = [(0, 0)] * 3 + [(0, columns - heads.head_dim)]
-    out, row_max, row_sum = two_launches.run(call._replace(query=jnp.pad(call.query, padding)), partials, por)
-    return out[..., : heads.value_head_dim], row_max, row_sum
+    plan = replace(call.plan, heads=replace(heads, head_dim=columns, value_head_dim=value_columns))
+    return call._replace(query=jnp.pad(call.query, padding), plan=plan)

@@ -40,6 +40,7 @@ from pallas_kernels.hopper.long_heads import LongPipeline
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS
 from pallas_kernels.hopper.pac_prepare import prepare
+from pallas_kernels.hopper.tiling import LONG
 from pallas_kernels.packing import TILE_ROWS
 
 _SCORER, _FOLLOWER, _LOADER, _PREPARER = range(4)
@@ -48,8 +49,6 @@ _REGISTERS = {"score": 232, "follow": 168, "load": 40, "prepare": 72}
 #: Where who prepares also widens.
 _ONE_BYTE_REGISTERS = {"score": 232, "follow": 160, "load": 32, "prepare": 88}
 _STAGES = 2
-#: Where values have pages of their own.
-_STAGES_APART = 1
 
 
 def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -66,12 +65,13 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
     Returns what `pac` returns: out [num_partials, 64, 512], max, sum and violations.
     """
     query, beside = call.query, {"scales": call.latent_scale, "rotated": call.rotated_keys}
-    stages = _STAGES if call.value_pages is None else _STAGES_APART
-    sizes: LatentSizes = LatentSizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype)
     if call.value_pages is None:
+        stages = _STAGES
         pages = {"latents": call.key_pages} | {name: x for name, x in beside.items() if x is not None}
     else:
+        stages = LONG[call.plan.heads.head_dim, call.plan.heads.value_head_dim].stages
         pages = {"keys": call.key_pages, "values": call.value_pages}
+    sizes: LatentSizes = LatentSizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype)
     inputs = {
         "query": query.reshape(-1, *query.shape[2:]),  # [B x T, N, 576]
         # [num_pages x page_tokens, 1, 576] or, of one byte a number, 512, 4 and 64; or [.., K, 512] twice
@@ -82,9 +82,8 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, call.plan.heads.value_head_dim)
-    pipeline_class: type[LatentPipeline] = LatentPipeline
-    if sizes.is_one_byte or sizes.has_values_apart:
-        pipeline_class = OneBytePipeline if sizes.is_one_byte else LongPipeline
+    pipeline_class: type[LatentPipeline] = LongPipeline if sizes.has_values_apart else LatentPipeline
+    pipeline_class = OneBytePipeline if sizes.is_one_byte else pipeline_class
     scratch, registers = _scratch(sizes), _ONE_BYTE_REGISTERS if sizes.is_one_byte else _REGISTERS
 
     def body(*refs: Any) -> None:

@@ -16,7 +16,6 @@ others by token. All softmax state is float32 in units of log2, since exp2 is wh
 has a table of the barriers. The paper's PAC is in section 4 (doi 10.1145/3802028).
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
 from pallas_kernels.hopper.pac_prepare import prepare
-from pallas_kernels.hopper.tiling import columns_of, stages_of
+from pallas_kernels.hopper.tiling import stages_of
 from pallas_kernels.packing import TILE_ROWS
 
 _LOADER, _PREPARER = LANES, LANES + 1
@@ -45,23 +44,21 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
 
     Args:
       call: the query is bfloat16 or float16, and so are keys and values; or these have one byte a number, and the query
-        is float16. H and V are those of `tiling.BLOCKS` or `PADDED`,
-        and a query for the latter has `tiling.columns_of` them. page_tokens is a multiple of 8.
+        is float16. H and V, of the query and the plan, are those of `tiling.BLOCKS`; rows of pages may be shorter, and
+        are as if zeros followed. page_tokens is a multiple of 8.
       scores: what becomes of the products of query and keys.
 
-    Returns float32 out [num_partials, 64, V or more], normalised, max and sum [num_partials, 64]; max in units of log2.
+    Returns float32 out [num_partials, 64, V], normalised, max and sum [num_partials, 64]; max in units of log2.
     Partials that no segment refers to are not written. Last, int32 [num_ctas, rounded up to a multiple of 128]: 1
     where a thread block found that the plan does not hold, else 0; what is past the last of them is not written.
     """
     query, plan = call.query, call.plan
     batch, tokens, num_q_heads, head_dim = query.shape
     assert call.value_pages is not None
-    columns = columns_of((call.key_pages.shape[3], call.value_pages.shape[3]))
-    stages = stages_of(columns, plan.block_tokens, call.key_pages.dtype)
+    stages = stages_of((head_dim, plan.heads.value_head_dim), plan.block_tokens, call.key_pages.dtype)
     assert stages is not None  # or `why_not` would have said so
-    sizes = Sizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype)
-    if columns[0] > call.key_pages.shape[3]:
-        sizes = replace(sizes, value_head_dim=columns[1], is_padded=True)
+    is_padded = call.key_pages.shape[3] < head_dim
+    sizes = Sizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype, is_padded=is_padded)
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),
         "keys": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]

@@ -14,8 +14,6 @@ from forests import Tree, renumbered
 from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, plan_of
 
 from codec_jax import Forest, PagePool, Plan, Window, make_plan
-from codec_jax.attention import backends
-from codec_jax.attention.xla import XLA
 from codec_jax.planning import arrays_of
 from pallas_kernels import AMPERE, Call, Scores
 from pallas_kernels import Heads as AllHeads
@@ -24,6 +22,7 @@ from pallas_kernels.ampere.tiling import BLOCKS, SHARED_KIB, columns_of
 if not hasattr(plgpu, "mma"):
     pytest.skip("before JAX 0.11 there are no warp-level products", allow_module_level=True)
 from ampere_simulator import simulate
+from interpreted import serving
 
 from pallas_kernels.ampere import instructions, pac_compute, por
 
@@ -35,11 +34,8 @@ CONFIGS = sorted({(dim, block.tokens) for sizes in BLOCKS.values() for dim, bloc
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels serve on this machine."""
     simulate(monkeypatch, plgpu.InterpretGPUParams(detect_races=True))
-    monkeypatch.setattr(backends, "BACKENDS", (AMPERE._replace(why_not=lambda *_: None), XLA))
-    for jitted in (attend, AMPERE.attend):
-        jitted.clear_cache()
-    yield
-    AMPERE.attend.clear_cache()
+    with serving(monkeypatch, AMPERE):
+        yield
 
 
 def ampere_plan(forest: Forest, heads: Heads, **options: Any) -> Plan:

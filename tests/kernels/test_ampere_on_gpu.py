@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from kernel_calls import TREE, Arrays, Heads, check, grown, plan_of
 
 from pallas_kernels import AMPERE
-from pallas_kernels import Heads as AllHeads
 
 if not hasattr(plgpu, "mma"):
     pytest.skip("before JAX 0.11 there are no warp-level products", allow_module_level=True)
@@ -26,8 +24,6 @@ if not hasattr(plgpu, "mma"):
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sizes_of_keys_and_values(heads: Heads, page_size: int, dtype: Any) -> None:
-    tiling = AMPERE.tiling(AllHeads(heads.q, heads.kv, heads.dim, heads.value_dim), jax.devices()[0])
-    sizes = {"lanes": tiling.lanes, "block_tokens": tiling.block_tokens[-1], "num_ctas": tiling.num_ctas}
     forest = grown(TREE, page_size, seed=0, request_capacity=9)
-    plan = plan_of(forest, heads, **sizes)
+    plan = plan_of(forest, heads, AMPERE)
     check(Arrays.random(forest, heads, dtype, seed=1), forest, plan, implementation="ampere")

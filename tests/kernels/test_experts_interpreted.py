@@ -5,7 +5,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -16,15 +15,13 @@ if not hasattr(plgpu, "InterpretGPUParams"):
     pytest.skip(
         "before JAX 0.11 the interpreter knows neither layouts nor copies past an array's end", allow_module_level=True
     )
+from interpreted import PARAMS, RACE, said_of
 from simulator import read
 
 from codec_jax.nnx import expert_products
 from codec_jax.nnx.expert_products import map_tokens
 from pallas_kernels.hopper import experts, grouped
 
-# Copies that share one of the simulated threads of the copy engine hide each other's races.
-PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-RACE = "RACE DETECTED"
 GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=2)
 
 
@@ -85,9 +82,4 @@ def test_a_missing_wait_is_a_race(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(grouped, "plgpu", broken)
     monkeypatch.setattr(grouped, "_compute_items", compute_without_it)
     x, chosen, weights = random_call(Sizes(5, 4, 2, 64, 64), 0, jnp.bfloat16)
-    try:
-        jax.block_until_ready(map_tokens(x, chosen, weights, "silu"))
-        said = capsys.readouterr().out
-    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises what the versions before it print
-        said = str(error)
-    assert RACE in said
+    assert RACE in said_of(lambda: map_tokens(x, chosen, weights, "silu"), capsys)

@@ -27,9 +27,7 @@ class Kernels(NamedTuple):
     family: Family
 
     def plan(self, forest: Forest, heads: Heads, **options: Any) -> Plan:
-        tiling = self.family.tiling(AllHeads(heads.q, heads.kv, heads.dim, heads.value_dim), jax.devices()[0])
-        sizes = {"lanes": tiling.lanes, "block_tokens": tiling.block_tokens[-1], "num_ctas": tiling.num_ctas}
-        return plan_of(forest, heads, **(sizes | options))
+        return plan_of(forest, heads, self.family, **options)
 
     def attend(self, *arrays: Any, **options: Any) -> Any:
         return attend(*arrays, implementation=self.family.name, **options)

@@ -17,8 +17,6 @@ from kernel_calls import SIX, TREE, Arrays, Exact, Heads, attend, check, plan_of
 from plan_cases import num_wide
 
 from codec_jax import Forest, PagePool, Window
-from codec_jax.attention import backends
-from codec_jax.attention.xla import XLA
 from codec_jax.planning import invariant
 from pallas_kernels import HOPPER
 
@@ -26,25 +24,19 @@ if not hasattr(plgpu, "InterpretGPUParams"):
     pytest.skip(
         "before JAX 0.11 the interpreter knows neither layouts nor copies past an array's end", allow_module_level=True
     )
+from interpreted import PARAMS, RACE, said_of, serving
 from simulator import simulate
 
 from pallas_kernels import softmax
 from pallas_kernels.hopper import pac, pac_compute, por
-
-# Copies that share one of the simulated threads of the copy engine hide each other's races.
-PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-RACE = "RACE DETECTED"
 
 
 @pytest.fixture(autouse=True)
 def _interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels serve on this machine."""
     simulate(monkeypatch, PARAMS)
-    monkeypatch.setattr(backends, "BACKENDS", (HOPPER._replace(why_not=lambda *_: None), XLA))
-    for jitted in (attend, HOPPER.attend):
-        jitted.clear_cache()
-    yield
-    HOPPER.attend.clear_cache()
+    with serving(monkeypatch, HOPPER):
+        yield
 
 
 class Case(NamedTuple):
@@ -293,9 +285,4 @@ def test_a_missing_wait_is_a_race(
     heads, forest = Heads(2, 1, 64), Forest.from_nodes([-1], [200], [0])
     plan = plan_of(forest, heads, num_ctas=1, block_capacity=0)
     arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=16)
-    try:
-        jax.block_until_ready(attend(*arrays, forest, plan, implementation="mosaic"))
-        said = capsys.readouterr().out
-    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises what the versions before it print
-        said = str(error)
-    assert RACE in said
+    assert RACE in said_of(lambda: attend(*arrays, forest, plan, implementation="mosaic"), capsys)

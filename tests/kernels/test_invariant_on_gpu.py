@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,6 @@ from plan_cases import room
 from codec_jax import Forest, PagePool, Plan
 from codec_jax.planning import invariant
 from pallas_kernels import AMPERE, HOPPER
-from pallas_kernels import Heads as AllHeads
 
 pytestmark = pytest.mark.gpu
 KERNELS: list[tuple[str, Heads, dict[str, Any]]] = [
@@ -38,9 +36,7 @@ def _served(request: pytest.FixtureRequest) -> None:
 
 def planned(forest: Forest, implementation: str, heads: Heads, **options: Any) -> Plan:
     family = {"mosaic": HOPPER, "ampere": AMPERE}[implementation]
-    tiling = family.tiling(AllHeads(heads.q, heads.kv, heads.dim, heads.dim), jax.devices()[0])
-    sizes = {"lanes": tiling.lanes, "block_tokens": tiling.block_tokens[-1], "num_ctas": tiling.num_ctas}
-    return plan_of(forest, heads, **{**sizes, "segment_capacity": 1024, "policy": "invariant", **options})
+    return plan_of(forest, heads, family, **({"segment_capacity": 1024, "policy": "invariant"} | options))
 
 
 def bits(forest: Forest, arrays: Arrays, plan: Plan, implementation: str) -> np.ndarray:

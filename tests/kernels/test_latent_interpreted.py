@@ -13,32 +13,24 @@ from kernel_calls import SIX, attend
 from latent_calls import KEY, check_latents, latent_plan, random_arrays
 
 from codec_jax import Forest, PagePool
-from codec_jax.attention import backends
-from codec_jax.attention.xla import XLA
 from pallas_kernels import HOPPER_LATENT
 
 if not hasattr(plgpu, "InterpretGPUParams"):
     pytest.skip(
         "before JAX 0.11 the interpreter knows neither layouts nor copies past an array's end", allow_module_level=True
     )
+from interpreted import PARAMS, RACE, said_of, serving
 from latent_simulator import simulate_latents
 
 from pallas_kernels.hopper import latent, latent_compute
-
-# Copies that share one of the simulated threads of the copy engine hide each other's races.
-PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-RACE = "RACE DETECTED"
 
 
 @pytest.fixture(autouse=True)
 def _interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels serve on this machine."""
     simulate_latents(monkeypatch, PARAMS)
-    monkeypatch.setattr(backends, "BACKENDS", (HOPPER_LATENT._replace(why_not=lambda *_: None), XLA))
-    for jitted in (attend, HOPPER_LATENT.attend):
-        jitted.clear_cache()
-    yield
-    HOPPER_LATENT.attend.clear_cache()
+    with serving(monkeypatch, HOPPER_LATENT):
+        yield
 
 
 class Case(NamedTuple):
@@ -133,9 +125,4 @@ def test_a_missing_wait_is_a_race(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     forest = Forest.from_nodes([-1], [100], [0])  # a block for each stage
     plan = latent_plan(forest, 2, num_ctas=1, block_capacity=0)
     query, pages, _ = random_arrays(forest, 2, jnp.bfloat16, 0, 1, 16)
-    try:
-        jax.block_until_ready(attend(query, pages, None, forest, plan, implementation="mosaic"))
-        said = capsys.readouterr().out
-    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises what the versions before it print
-        said = str(error)
-    assert RACE in said
+    assert RACE in said_of(lambda: attend(query, pages, None, forest, plan, implementation="mosaic"), capsys)

@@ -9,37 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forests import Tree
-from kernel_calls import SIX, Arrays, Heads, attend, check, plan_of
+from kernel_calls import LONG_SCALE, SIX, Arrays, Heads, attend, check, plan_of
 
 from codec_jax import Forest, PagePool
-from codec_jax.attention import backends
-from codec_jax.attention.xla import XLA
 from pallas_kernels import HOPPER
 
 if not hasattr(plgpu, "InterpretGPUParams"):
     pytest.skip(
         "before JAX 0.11 the interpreter knows neither layouts nor copies past an array's end", allow_module_level=True
     )
+from interpreted import PARAMS, RACE, said_of, serving
 from latent_simulator import simulate_latents
 
 from pallas_kernels.hopper.long_heads import LongPipeline
-
-# Copies that share one of the simulated threads of the copy engine hide each other's races.
-PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-RACE = "RACE DETECTED"
-#: Of random numbers in heads this long, products are large; with a smaller scale the weights are of several tokens.
-SCALE = 0.02
 
 
 @pytest.fixture(autouse=True)
 def _interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels serve on this machine."""
     simulate_latents(monkeypatch, PARAMS)
-    monkeypatch.setattr(backends, "BACKENDS", (HOPPER._replace(why_not=lambda *_: None), XLA))
-    for jitted in (attend, HOPPER.attend):
-        jitted.clear_cache()
-    yield
-    HOPPER.attend.clear_cache()
+    with serving(monkeypatch, HOPPER):
+        yield
 
 
 class Case(NamedTuple):
@@ -79,7 +69,7 @@ def test_interpreted_kernels_equal_dense_attention_without_races(
     )  # fmt: skip
     num_pages = len(forest.used_pages) + 1
     arrays = Arrays.random(forest, case.heads, case.dtype, 0, case.query_tokens, num_pages)
-    check(arrays, forest, plan, scale=SCALE, softcap=case.softcap, sinks=case.sinks)
+    check(arrays, forest, plan, scale=LONG_SCALE, softcap=case.softcap, sinks=case.sinks)
     assert RACE not in capsys.readouterr().out
 
 
@@ -108,9 +98,4 @@ def test_keys_given_back_before_their_scores_are_there_are_a_race(
     forest, heads = Forest.from_nodes([-1], [150], [0]), Heads(2, 1, 512)
     plan = plan_of(forest, heads, num_ctas=1, block_capacity=0)
     arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=16)
-    try:
-        jax.block_until_ready(attend(*arrays, forest, plan, implementation="mosaic"))
-        said = capsys.readouterr().out
-    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises what the versions before it print
-        said = str(error)
-    assert RACE in said
+    assert RACE in said_of(lambda: attend(*arrays, forest, plan, implementation="mosaic"), capsys)

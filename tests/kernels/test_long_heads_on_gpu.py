@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from forests import Tree, seeds, trees
 from hypothesis import given, settings
-from kernel_calls import PAGES, TREE, Arrays, Heads, attend, check, grown, plan_of
+from kernel_calls import LONG_SCALE, PAGES, TREE, Arrays, Heads, attend, check, grown, plan_of
 
 from codec_jax import Forest
 
 pytestmark = pytest.mark.gpu
-
-#: Of random numbers in heads this long, products are large; with a smaller scale the weights are of several tokens.
-SCALE = 0.02
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -30,7 +27,7 @@ def test_random_forests_equal_dense_attention(heads: Heads, query_tokens: int, d
         forest = grown(tree, 16, seed, request_capacity=10)
         if forest.request_length.any():
             arrays = Arrays.random(forest, heads, dtype, seed, query_tokens)
-            check(arrays, forest, plan_of(forest, heads, query_tokens=query_tokens), scale=SCALE)
+            check(arrays, forest, plan_of(forest, heads, query_tokens=query_tokens), scale=LONG_SCALE)
 
     check_one()
 
@@ -41,14 +38,14 @@ def test_layouts_equal_dense_attention(page_size: int, window: int | None, softc
     heads, forest = Heads(16, 2, 512), grown(TREE, page_size, seed=0, request_capacity=9)
     sinks = None if softcap is None else np.linspace(-2, 2, heads.q, dtype=np.float32)
     arrays = Arrays.random(forest, heads, jnp.bfloat16, 1)
-    check(arrays, forest, plan_of(forest, heads, window=window), scale=SCALE, softcap=softcap, sinks=sinks)
+    check(arrays, forest, plan_of(forest, heads, window=window), scale=LONG_SCALE, softcap=softcap, sinks=sinks)
 
 
 def test_many_requests_over_a_long_root() -> None:
     heads, leaf = Heads(16, 2, 512), np.random.default_rng(0).permutation(100) + 1
     forest = Forest.from_nodes([-1] + [0] * 50 + [1] * 50, [3000, *range(100)], leaf)
     arrays = Arrays.random(forest, heads, jnp.bfloat16, 2, num_pages=700)
-    check(arrays, forest, plan_of(forest, heads), requests=range(0, 100, 7), scale=SCALE)
+    check(arrays, forest, plan_of(forest, heads), requests=range(0, 100, 7), scale=LONG_SCALE)
 
 
 def test_a_stale_plan_gives_nan_and_results_are_the_same_from_run_to_run() -> None:
