@@ -14,6 +14,8 @@ from forests import Tree, renumbered
 from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, plan_of
 
 from codec_jax import Forest, PagePool, Plan, Window, make_plan
+from codec_jax.attention import backends
+from codec_jax.attention.xla import XLA
 from codec_jax.planning import arrays_of
 from pallas_kernels import AMPERE, Call, Scores
 from pallas_kernels import Heads as AllHeads
