@@ -76,10 +76,11 @@ class PrefixCache(PrefixNodes):
         leaf[requests] = [grown.add(given, closed, most) for given in lists]
         # What the lists share is read by now, so it is not evicted.
         cache = replace(self, tree=grown.tree(leaf))._with_free(grown.new_pages)
+        if not grown.new_pages:
+            return cache, requests
         pool, fresh = cache.pool.allocate_on(_homes_of_placeholders(cache.tree, cache.pool))
         tokens, new = np.split(grown.tokens, [self.pool.num_pages])
-        if len(fresh):  # otherwise these are the tokens of this cache
-            tokens[fresh] = new[: len(fresh)]
+        tokens[fresh] = new[: len(fresh)]
         page_ids = np.concatenate([np.arange(self.pool.num_pages), fresh])[cache.tree.page_ids]
         return replace(cache, tree=cache.tree._replace(page_ids=page_ids), pool=pool, tokens=tokens), requests
 

@@ -137,6 +137,19 @@ class PrefixNodes:
         """
         return int(self.computed[self._pages_of(request)[0]].sum())
 
+    def chunks_missing(self, chunk_tokens: int) -> int:
+        """Count the chunks that compute what requests read and is not there: those of each node, whoever shares it.
+
+        Args:
+          chunk_tokens: tokens of a chunk.
+
+        >>> cache, _ = PrefixCache.create(64, 16, 4).add([range(100), range(100), [*range(48), 7]])
+        >>> cache.chunks_missing(32), cache.mark_computed(0, 48).chunks_missing(32)
+        (5, 3)
+        """
+        missing = self.tree.length - self._computed_of_nodes
+        return int((-(-missing // chunk_tokens)).sum())
+
     def node_ends(self, request: int) -> Int[np.ndarray, " nodes"]:
         """Return where the nodes of a request's context end, root first: positions of the tokens that follow.
 
@@ -329,9 +342,8 @@ class PrefixNodes:
     @cached_property
     def _computed_of_nodes(self) -> Int[np.ndarray, " nodes"]:
         node, _ = expand(self.tree.page_count)
-        computed = np.zeros(len(self.tree.parent), np.int64)
-        np.add.at(computed, node, self.computed[self.tree.page_ids])
-        return computed
+        computed = np.bincount(node, self.computed[self.tree.page_ids], minlength=len(self.tree.parent))
+        return computed.astype(np.int64)
 
     def _leaves(self, requests: Integers) -> set[int]:
         return set(self.tree.leaf[check_in_use(requests, self.tree.leaf)].tolist())

@@ -35,7 +35,7 @@ class TokenTree:
         whole_pages: bool = False,
         reach: Reach | None = None,
     ) -> None:
-        """Take copies with room for the token lists, of which no more than whole pages are shared if so wished.
+        """Make room for the token lists, of which no more than whole pages are shared if so wished.
 
         With layers that keep some pages only, `reach` says where lists may go on.
         """
@@ -44,7 +44,7 @@ class TokenTree:
         more = max(2 * len(token_lists) - len(free), 0)
         self.page_size, self.num_pages, self.new_pages = tree.page_size, len(tokens), 0
         self._whole_pages, self._reach = whole_pages, reach
-        self.tokens = np.concatenate([tokens, np.empty((pages, tree.page_size), tokens.dtype)]) if pages else tokens
+        self.tokens, self._room = tokens, pages  # copied for the first list of which something is new
         self._page_ids = np.concatenate([tree.page_ids, len(tokens) + np.arange(pages)])
         self._parent = np.concatenate([tree.parent, np.full(more, FREE)])
         self._length, self._page_count, self._first = (
@@ -155,6 +155,8 @@ class TokenTree:
     def _append(self, parent: int, run: Int[np.ndarray, " tokens"]) -> int:
         """Add a node with these tokens."""
         node, pages = next(self._free), -(-len(run) // self.page_size)
+        if len(self.tokens) == self.num_pages:
+            self.tokens = np.concatenate([self.tokens, np.empty((self._room, self.page_size), self.tokens.dtype)])
         self._parent[node], self._length[node], self._page_count[node] = parent, len(run), pages
         self._first[node] = self._next_page + self.new_pages
         page = self.num_pages + self.new_pages

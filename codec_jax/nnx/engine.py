@@ -201,7 +201,7 @@ class Engine:
         for the requests that there are.
         """
         request = calls.new_request(self, prompt, SamplingParams(max_tokens=0))
-        others = [*self._scheduler.queue, *(running.request for running in self._scheduler.running)]
+        others = [*self._scheduler.queue, *self._scheduler.inside]
         largest = max(map(self._pages_alone, others), default=0)
         room, pages = self._pages_unpinned() - largest, self._pages_alone(request)
         if pages > room:

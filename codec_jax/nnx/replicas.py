@@ -265,8 +265,8 @@ def replicated(engines: Sequence[Engine]) -> Serving:
 
 
 def _unfinished(engine: Engine) -> list[Request]:
-    inside = [running.request for running in engine._scheduler.running]
-    return [request for request in (*inside, *engine._scheduler.queue) if not request.finished]
+    waiting = (request for request in engine._scheduler.queue if not request.finished)
+    return [*engine._scheduler.inside, *waiting]
 
 
 def _cached(engine: Engine, context: Int[np.ndarray, " tokens"]) -> int:

@@ -1,7 +1,7 @@
 """Who enters, who is computed, who decodes, and who has to give way: the engine's policy, without a model or a device.
 
     queue      first come, first served; a request enters when a row is free, and pages for its prompt and for what all
-               those inside may still generate
+               those inside may still generate; a row is free when its request's last step is in flight
     chunks     prompts are computed in the order of entry, up to `chunks` of `chunk_tokens` tokens a step, each shared
                node once; all but the last token of a prompt, which the request feeds when it begins to decode
     decoding   all others add up to `steps` tokens, one beside chunks; with an invariant cache none beside chunks
@@ -50,6 +50,12 @@ class Running:
         """Whether log-probabilities of the prompt are still to be computed."""
         return self.scored < self.score_end
 
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether its last step is in flight, after others that have shown that its numbers are finite."""
+        landed = len(self.request.prompt) + len(self.request.tokens) - (self.wanted + 1)
+        return not self.left and self.flying > 0 and landed > 0
+
 
 class Piece(NamedTuple):
     """A chunk of a context: `chunk_tokens` tokens up to `end`, or what there is."""
@@ -90,6 +96,7 @@ class Scheduler:
         self.cache = cache
         self.queue: deque[Request] = deque()
         self.running: list[Running] = []  # in the order of entry
+        self.leaving: list[Running] = []  # whose rows are free, but whose last step has not landed
         self.preempted = self.prompt_tokens = self.cached_tokens = self.computed_tokens = 0  # counts
         self._steps, self._chunks, self._chunk_tokens, self._room = steps, chunks, chunk_tokens, room
 
@@ -140,53 +147,101 @@ class Scheduler:
             running.flying -= 1
         for running, scheduled in step.drawing.items():
             running.flying -= scheduled
+        self.leaving = [running for running in self.leaving if running.flying]
+
+    @property
+    def inside(self) -> list[Request]:
+        """Return the requests that entered and have not all that they asked for."""
+        return [x.request for x in (*self.leaving, *self.running) if not x.request.finished]
 
     def restart(self) -> None:
         """Forget what was computed, and send those inside back to the head of the queue; nothing is in flight."""
-        requests = dict.fromkeys([*(running.request for running in self.running), *self.queue])
-        self.queue = deque(request for request in requests if not request.finished)
-        self.running = []
+        waiting = (request for request in self.queue if not request.finished)
+        self.queue = deque(dict.fromkeys([*self.inside, *waiting]))
+        self.running, self.leaving = [], []
         self.cache = self.cache.emptied()
 
     # ------------------------------------------------------------------ inside or not
 
     def _enter(self) -> None:
         """Let requests in while there is a row, and room to finish, and chunks of a step for what they still need."""
-        pending = sum(not self._is_computed(running) for running in self.running)
-        while self.queue and pending < self._chunks:
-            request = self.queue[0]
-            if not request.finished:
-                if len(self.running) == len(self.cache.tree.leaf):
-                    return
-                context, params = request.context, request.params
-                left = params.max_tokens - len(request.tokens)
-                wanted = len(context) - (left > 0)
-                growing = [running.row for running in self.running if running.flying]
-                scored, score_end, most = len(context), 0, None
-                if params.prompt_logprobs:
-                    scored = request.scored_from + len(request.prompt_logprobs)
-                    score_end = len(request.prompt) - 1
-                    most = None if self.cache.windows is None else scored  # what these tokens see may be gone
-                needed = self.cache.needed(context[:wanted], math.ceil(left * self._room), growing, most)
-                # One that is alone enters anyway: it would have been refused if the pool could not hold it.
-                if self.running and (needed + self._promised() > self.cache.available or self._windows_are_full(1)):
-                    return
-                try:
-                    self.cache, rows = self.cache.add([context[:wanted]], growing, most)
-                except OutOfPagesError:  # nodes that end inside of pages take more of them than the tokens need
-                    if self.running:
-                        return
-                    self.cache, rows = self.cache.evict(self.cache.num_cached).add([context[:wanted]], most=most)
-                row = int(rows[0])
-                cached = self.cache.computed_tokens(row)
-                if not request.tokens:
-                    request.cached_tokens = cached
-                self.prompt_tokens += wanted
-                self.cached_tokens += cached
-                first = request.last_token if left else None
-                self.running.append(Running(request, row, wanted, left, scored, score_end, first))
-                pending += cached < wanted
-            self.queue.popleft()
+        while self.queue and self.cache.chunks_missing(self._chunk_tokens) < self._chunks:
+            if self.queue[0].finished:
+                self.queue.popleft()
+            elif not self._admit(self.queue[0]):
+                return
+
+    def _admit(self, request: Request) -> bool:
+        """Let the first one of the queue in, and with it samples of its prompt; say whether there was room."""
+        if not self._free_rows():
+            return False
+        context, growth = request.context, self._growth(request)
+        wanted, most = context[: len(context) - (growth > 0)], None
+        growing = [running.row for running in self.running if running.flying]
+        if request.params.prompt_logprobs and self.cache.windows is not None:
+            most = request.scored_from + len(request.prompt_logprobs)  # what these tokens see may be gone
+        needed = self.cache.needed(wanted, math.ceil(growth * self._room), growing, most)
+        # One that is alone enters anyway: it would have been refused if the pool could not hold it.
+        if self.running and not self._is_room_for(needed):
+            return False
+        try:
+            self.cache, rows = self.cache.add([wanted], growing, most)
+        except OutOfPagesError:  # nodes that end inside of pages take more of them than the tokens need
+            if self.running:
+                return False
+            self.cache, rows = self.cache.evict(self.cache.num_cached).add([wanted], most=most)
+        self._begin(rows[0])
+        # An invariant cache shares whole pages only, and one with windows perhaps less: those are looked up one by one.
+        if not self.cache.invariant and self.cache.windows is None:
+            self._admit_samples(wanted, int(rows[0]))
+        return True
+
+    def _admit_samples(self, wanted: Int[np.ndarray, " tokens"], row: int) -> None:
+        """Let those in that come next and want the tokens of one that has just entered: none are looked up again."""
+        page_size = self.cache.tree.page_size
+        while self.queue and not self.queue[0].finished and self._free_rows():
+            request, growth = self.queue[0], self._growth(self.queue[0])
+            needed = -(-math.ceil(growth * self._room) // page_size) + (len(wanted) % page_size > 0)
+            alike = np.array_equal(request.context[: len(request.context) - (growth > 0)], wanted)
+            if not alike or not self._is_room_for(needed):
+                return
+            self.cache, rows = self.cache.fork([row])
+            self._begin(rows[0])
+
+    def _begin(self, row: int) -> None:
+        """Know that the first one of the queue has a row, and all that it wants has a place in the cache."""
+        request = self.queue.popleft()
+        size, growth, cached = len(request.context), self._growth(request), self.cache.computed_tokens(row)
+        scored, score_end = size, 0
+        if request.params.prompt_logprobs:
+            scored, score_end = request.scored_from + len(request.prompt_logprobs), len(request.prompt) - 1
+        if not request.tokens:
+            request.cached_tokens = cached
+        wanted = size - (growth > 0)
+        self.prompt_tokens += wanted
+        self.cached_tokens += cached
+        first = request.last_token if growth else None
+        self.running.append(Running(request, int(row), wanted, growth, scored, score_end, first))
+
+    @staticmethod
+    def _growth(request: Request) -> int:
+        """Return how many tokens a request may still draw."""
+        return request.params.max_tokens - len(request.tokens)
+
+    def _is_room_for(self, pages: int) -> bool:
+        """Whether one more request that takes so many pages leaves enough to those inside."""
+        return pages + self._promised() <= self.cache.available and not self._windows_are_full(1)
+
+    def _free_rows(self) -> int:
+        """Count free rows; if there are none, those whose last step is in flight leave, as many as others wait.
+
+        The tokens of that step are not in the cache then, but those before them are.
+        """
+        if len(self.running) == len(self.cache.tree.leaf):
+            ending = [running for running in self.running if running.ends_in_flight][: len(self.queue)]
+            self._leave(ending)
+            self.leaving += ending
+        return len(self.cache.tree.leaf) - len(self.running)
 
     def _promised(self) -> int:
         """Count the pages that those inside may still take."""

@@ -29,7 +29,7 @@ class Stats:
 def count(scheduler: Scheduler, submitted: int, steps: int, generated_tokens: int, reconstructed_pages: int) -> Stats:
     """Count what a scheduler has done and has now, beside what the engine says of itself."""
     waiting = sum(not request.finished for request in scheduler.queue)
-    running = sum(not running.request.finished for running in scheduler.running)
+    running = len(scheduler.inside)
     return Stats(
         submitted=submitted,
         finished=submitted - waiting - running,

@@ -129,6 +129,48 @@ def test_first_come_first_served() -> None:
     assert simulation.entered == requests
 
 
+def test_a_row_is_given_on_while_its_last_step_is_in_flight() -> None:
+    simulation = Simulation(200, 1)
+    leaving, entering = simulation.submit([1] * 4, 6), simulation.submit([2] * 4, 6)
+    for _ in range(3):
+        simulation.step()
+    step = simulation.scheduler.schedule()
+    assert step is not None
+    assert [piece.running.request for piece in step.pieces] == [entering]
+    assert (len(leaving.tokens), simulation.scheduler.inside) == (3, [leaving, entering])
+    simulation.land()
+    assert (leaving.finished, simulation.scheduler.leaving) == (True, [])
+    simulation.flight = step
+    simulation.run()
+    assert leaving.tokens == expected([1] * 4, 6)
+    assert entering.tokens == expected([2] * 4, 6)
+
+
+def test_who_has_given_its_row_on_comes_first_after_a_restart() -> None:
+    simulation = Simulation(200, 1)
+    requests = [simulation.submit([i] * 4, 6) for i in range(3)]
+    scheduler = simulation.scheduler
+    for _ in range(3):
+        simulation.step()
+    scheduler.schedule()  # the second one enters while the last step of the first is in flight
+    assert ([x.request for x in scheduler.leaving], scheduler.inside) == (requests[:1], requests[:2])
+    scheduler.restart()
+    simulation.flight = None
+    simulation.run()
+    assert simulation.entered[-3:] == requests
+    assert all(request.tokens == expected(request.prompt.tolist(), 6) for request in requests)
+
+
+def test_a_step_computes_as_many_prompts_as_its_chunks_hold() -> None:
+    """However many samples each of them has: eight of a prompt that takes four chunks of a step's eight."""
+    simulation = Simulation(400, 32, chunks=8)
+    for prompt in range(4):
+        for _ in range(8):
+            simulation.submit([prompt] * (4 * CHUNK + 1), 4)
+    assert [len(step.pieces) for step in (simulation.step(), simulation.step()) if step] == [8, 8]
+    simulation.run()
+
+
 def test_a_request_enters_when_there_is_room_to_finish() -> None:
     """Three pages of prompt and five of text: of 20 pages, two such requests take 16, and a third has to wait."""
     simulation = Simulation(20, 8)
