@@ -62,7 +62,14 @@ from codec_jax.nnx import (
     random_decoder,
 )
 from codec_jax.nnx.engine import INVARIANT_HELP
-from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_of_windows, pages_that_fit
+from codec_jax.nnx.memory import (
+    KV_CACHE_HELP,
+    KV_DTYPE_HELP,
+    KV_DTYPES,
+    pages_of_windows,
+    pages_that_fit,
+    take_most_of_the_gpu,
+)
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.replicas import PARALLEL_HELP, device_groups, replicated
 from codec_jax.nnx.shards import PlacedDecoder
@@ -91,6 +98,7 @@ class Model:
 def main(argv: Sequence[str] | None = None) -> None:
     """Check everything, then generate what the output does not have yet."""
     arguments = _parse(argv)
+    take_most_of_the_gpu()
     _say("checking the model, the prompts and the output")
     try:
         if not arguments.output.parent.is_dir():

@@ -34,7 +34,14 @@ from typing import Any
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import INVARIANT_HELP, Engine
-from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES, pages_of_windows, pages_that_fit
+from codec_jax.nnx.memory import (
+    KV_CACHE_HELP,
+    KV_DTYPE_HELP,
+    KV_DTYPES,
+    pages_of_windows,
+    pages_that_fit,
+    take_most_of_the_gpu,
+)
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.replicas import PARALLEL_HELP, Serving, device_groups, replicated
 from codec_jax.nnx.request import Update
@@ -63,6 +70,7 @@ KEY = "CODEC_JAX_API_KEY"
 def main(argv: Sequence[str] | None = None) -> None:
     """Load the model, and serve it until a signal comes."""
     arguments = _parse(argv)
+    take_most_of_the_gpu()
     try:
         if arguments.api_key == "":
             raise ValueError(f"--api-key: expected a key, got an empty one; leave out the option and {KEY} for none")

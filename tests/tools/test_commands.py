@@ -1,6 +1,7 @@
 """What every command has in common."""
 
 import importlib
+import os
 import subprocess
 import sys
 import tomllib
@@ -50,6 +51,18 @@ def test_the_package_runs_its_commands_with_their_arguments(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["codec-jax", name, "--some", "thing"])
     __main__.main()
     assert given == [f"codec-jax {name}", "--some", "thing"]
+
+
+@pytest.mark.parametrize(("given", "taken"), [(None, "0.9"), ("0.5", "0.5")])
+@pytest.mark.parametrize("command", [["generate", "--prompts", "p", "--output", "o/o"], ["serve"]])
+def test_a_command_takes_most_of_the_gpu(command, given, taken, monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", given or "")
+    if given is None:
+        monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    name, *rest = command
+    with pytest.raises(SystemExit, match=f"codec_jax.{name}: "):
+        importlib.import_module(f"codec_jax.{name}").main(["--model", str(tmp_path / "none"), *rest])
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == taken
 
 
 def test_a_command_that_is_none_is_refused(monkeypatch):
