@@ -4,7 +4,7 @@
 
     sharing     neither sharing nor division, the tree only, division only, both: on two trees of 200k tokens of context
     fixed       every stream cut into 1, 2, 4, ..., 128 slices, and the default
-    policies    every policy of codec_jax.division on the paper's sweeps
+    policies    the default and the paper's policy on the paper's sweeps
     predicted   the time that the plan's cost model predicts, on the paper's sweeps and on recorded trees
 
 Kernel times as in benchmarks.attention, each result held to float32 attention before it is timed. A row that fails has

@@ -106,6 +106,8 @@ def result_page(name: str, load: Load) -> str:
     parts = [f"# {page.title}", page.about]
     if rows := page.rows(load):
         parts += [f"![{page.title}]({name}.svg)"] * page.drawn + [page.show(rows), *notes(page.table, rows)]
+    else:
+        parts.append("Not measured yet.")
     for stem, command in page.files.items():
         path, on = f"benchmarks/results/{stem}.json", measured_on(load(stem))
         parts.append(f"[{stem}.json](../../{path}): `python -m benchmarks.{command} --json {path}`, {on}")
