@@ -209,6 +209,20 @@ def score_variants(rows: list[dict]) -> str:
     return pivot(rows, "name", "variant", fill)
 
 
+def latent_forms(rows: list[dict]) -> str:
+    """Show attention over latents and over K and V of what is shared, beside FlashInfer's."""
+    by_heads = {row["name"]: row["kernel_us"] for row in rows if "chosen_pages" in row}
+    lines = [row | {"by_heads_us": by_heads.get(row["name"])} for row in rows if "chosen_pages" not in row]
+    columns = {
+        "forest, μs": lambda row: plain(row["name"]),
+        "latents": number("kernel_us", rounded=at_most),
+        "K and V of what is shared": number("by_heads_us", rounded=at_most),
+        "roofline": number("roofline_us"),
+        "FlashInfer MLA": number("flashinfer_mla_us"),
+    }
+    return markdown(columns, lines)
+
+
 def your_gpu(rows: list[dict]) -> str:
     """Show what a GPU reads and multiplies, then the time of every implementation on each forest over its roofline."""
 
