@@ -314,7 +314,14 @@ class Engine:
         return -(-(len(request.prompt) + max(request.params.max_tokens - 1, 0)) // self._page_size)
 
     def _pages_unpinned(self) -> int:
-        return int(np.count_nonzero(self._scheduler.cache.pins == 0))
+        """Count the pages that are not pinned, and will not be when all prefixes to pin are there."""
+        unpinned = int(np.count_nonzero(self._scheduler.cache.pins == 0))
+        coming = [request for request, pages in self._pins.items() if pages is None and not request.finished]
+        if not coming:
+            return unpinned
+        alone = sum(map(self._pages_alone, coming))
+        together, _ = PrefixCache.create(alone, self._page_size, len(coming)).add([each.prompt for each in coming])
+        return unpinned - alone + together.pool.num_free
 
     def _submit(self, request: Request) -> Request:
         params = request.params

@@ -210,7 +210,7 @@ class Scheduler:
 
     def _begin(self, row: int) -> None:
         """Know that the first one of the queue has a row, and all that it wants has a place in the cache."""
-        request = self.queue.popleft()
+        request = self.queue[0]
         size, growth, cached = len(request.context), self._growth(request), self.cache.computed_tokens(row)
         scored, score_end = size, 0
         if request.params.prompt_logprobs:
@@ -222,6 +222,7 @@ class Scheduler:
         self.cached_tokens += cached
         first = request.last_token if growth else None
         self.running.append(Running(request, int(row), wanted, growth, scored, score_end, first))
+        self.queue.popleft()  # last: an interruption may come in between, and nobody is to be in neither
 
     @staticmethod
     def _growth(request: Request) -> int:
@@ -239,8 +240,8 @@ class Scheduler:
         """
         if len(self.running) == len(self.cache.tree.leaf):
             ending = [running for running in self.running if running.ends_in_flight][: len(self.queue)]
+            self.leaving += ending  # first: an interruption may come in between
             self._leave(ending)
-            self.leaving += ending
         return len(self.cache.tree.leaf) - len(self.running)
 
     def _promised(self) -> int:

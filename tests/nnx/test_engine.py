@@ -293,6 +293,24 @@ def test_requests_that_can_never_fit_are_refused(engine: Engine) -> None:
     assert engine.idle or engine.stats.waiting == 1
 
 
+def test_a_pin_counts_before_it_is_computed(setup: Setup) -> None:
+    """Otherwise a request would be taken that waits for ever once it is."""
+    engine = make_engine(setup.dense.model)
+    fillers = leave_pages(engine, 24)
+    pins = [engine.pin(DOCUMENT), engine.pin([*DOCUMENT, 1])]  # of the same pages, but for one at most
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"prompt: expected at most 1[89] pages for prompt and max_tokens"):
+            engine.submit(LONG[:140], greedy(20))
+        run(engine)
+        engine.update_weights(setup.dense.model)  # everything is to be computed again
+    engine.abort(pins[1])
+    assert engine.submit(LONG[:140], greedy(10)).finish_reason is None
+    for pin in (*pins, *fillers):
+        engine.unpin(pin)
+    run(engine)
+    assert_no_page_leaked(engine)
+
+
 def test_pins_stay_and_leave_room_for_the_others(setup: Setup, dense: Dense) -> None:
     engine = make_engine(setup.dense.model)
     fillers = leave_pages(engine, 24)

@@ -161,6 +161,32 @@ def test_who_has_given_its_row_on_comes_first_after_a_restart() -> None:
     assert all(request.tokens == expected(request.prompt.tolist(), 6) for request in requests)
 
 
+@pytest.mark.parametrize("during", ["computed_tokens", "retire"])
+def test_an_interruption_loses_nobody(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while one enters, nor while one gives its row on: each is in the queue or inside."""
+    simulation = Simulation(200, 1)
+    requests = [simulation.submit([i] * 4, 6) for i in range(3)]
+    scheduler, calls = simulation.scheduler, iter(range(100))
+    method = getattr(PrefixCache, during)
+
+    def interrupted(cache: PrefixCache, argument: object) -> object:
+        done = method(cache, argument)
+        if next(calls) == 0 and (during != "retire" or scheduler.leaving):
+            raise KeyboardInterrupt
+        return done
+
+    for _ in range(3):
+        simulation.step()
+    monkeypatch.setattr(PrefixCache, during, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.schedule()
+    assert list(dict.fromkeys([*scheduler.inside, *scheduler.queue])) == requests
+    simulation.flight = None
+    scheduler.restart()
+    simulation.run()
+    assert all(request.tokens == expected(request.prompt.tolist(), 6) for request in requests)
+
+
 def test_a_step_computes_as_many_prompts_as_its_chunks_hold() -> None:
     """However many samples each of them has: eight of a prompt that takes four chunks of a step's eight."""
     simulation = Simulation(400, 32, chunks=8)
