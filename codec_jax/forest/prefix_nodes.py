@@ -164,6 +164,24 @@ class PrefixNodes:
         """
         return np.cumsum(self.tree.length[self._path(request)])
 
+    def node_at(self, request: int, position: int) -> int:
+        """Return the node that holds a token of a request's context.
+
+        Args:
+          request: the request slot.
+          position: of the token.
+
+        Raises ValueError if the request is not in use, or its context is not so long.
+
+        >>> cache, _ = PrefixCache.create(64, 16, 4).add([range(100), [*range(50), 7]])
+        >>> [[cache.node_at(request, position) for position in (47, 48)] for request in (0, 1)]
+        [[1, 0], [1, 2]]
+        """
+        ends = self.node_ends(request)
+        if not 0 <= position < (total := ends[-1] if len(ends) else 0):
+            raise ValueError(f"position: expected one in [0, {total}), the request's context, got {position}")
+        return int(self._path(request)[np.searchsorted(ends, position, side="right")])
+
     def match(self, tokens: Integers, growing: Integers = (), most: int | None = None) -> Match:
         """Find the longest prefix of a list that `add` would share.
 

@@ -198,10 +198,11 @@ class Scheduler:
 
     def _admit_samples(self, wanted: Int[np.ndarray, " tokens"], row: int) -> None:
         """Let those in that come next and want the tokens of one that has just entered: none are looked up again."""
-        page_size = self.cache.tree.page_size
+        tree = self.cache.tree
+        leaves_page = tree.length[tree.leaf[row]] % tree.page_size > 0  # each but one grows in pages of its own
         while self.queue and not self.queue[0].finished and self._free_rows():
             request, growth = self.queue[0], self._growth(self.queue[0])
-            needed = -(-math.ceil(growth * self._room) // page_size) + (len(wanted) % page_size > 0)
+            needed = -(-math.ceil(growth * self._room) // tree.page_size) + leaves_page
             alike = np.array_equal(request.context[: len(request.context) - (growth > 0)], wanted)
             if not alike or not self._is_room_for(needed):
                 return
@@ -301,12 +302,16 @@ class Scheduler:
         running.computed = running.computed or self.cache.computed_tokens(running.row) >= running.wanted
         return running.computed
 
+    def _share(self, one: Running, other: Running, position: int) -> bool:
+        """Whether the same node has the token of two contexts that is at a position."""
+        return self.cache.node_at(one.row, position) == self.cache.node_at(other.row, position)
+
     def _needs_chunks(self, running: Running) -> bool:
         return running.scores_missing or not self._is_computed(running)
 
     def _draw(self) -> dict[Running, int]:
-        """Make room for those whose context is there, and say how many tokens they may draw."""
-        ready = [running for running in self.running if self._is_computed(running)]
+        """Make room for those who need no more chunks, and say how many tokens they may draw."""
+        ready = [running for running in self.running if not self._needs_chunks(running)]
         alone = not any(self._needs_chunks(x) or x.request.params.matcher is not None for x in self.running)
         count = self._steps if alone else 1
         while drawing := {running: min(count, running.left) for running in ready if running.left}:
@@ -330,13 +335,13 @@ class Scheduler:
         pieces: list[Piece] = []
         for running in self.running:
             while len(pieces) < self._chunks and self._needs_chunks(running):
-                pieces.append(self._next_piece(running))
+                pieces.append(self._next_piece(running, pieces))
                 end = pieces[-1].end
                 self.cache = self.cache.mark_computed(running.row, end)
                 running.scored = max(running.scored, end)
         return pieces
 
-    def _next_piece(self, running: Running) -> Piece:
+    def _next_piece(self, running: Running, before: list[Piece]) -> Piece:
         computed, ends = self.cache.computed_tokens(running.row), self.cache.node_ends(running.row)
         begin = min(computed, running.scored)
         limit = min(begin + self._chunk_tokens, running.wanted)
@@ -346,4 +351,8 @@ class Scheduler:
         node = int(np.searchsorted(ends, limit))
         start, page_size = int(ends[node - 1]) if node else 0, self.cache.tree.page_size
         end = limit if limit == ends[node] else start + (limit - start) // page_size * page_size
+        # Where it ends, the step's forest has the end of a node, and tokens are stored in one node only.
+        for piece in before:
+            if piece.store < end < piece.end and self._share(running, piece.running, piece.store):
+                end = piece.store if piece.store > begin else piece.end
         return Piece(running, end, computed, min(running.scored, end))

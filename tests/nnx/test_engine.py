@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cases import DOCUMENT, LONG, PROMPTS, QUESTIONS, VOCAB, Dense, Setup, small_tiles
+from cases import DOCUMENT, LONG, PAGE_SIZE, PROMPTS, QUESTIONS, VOCAB, Dense, Setup, small_tiles
 from engines import (
     assert_alone,
     assert_no_page_leaked,
@@ -291,6 +291,17 @@ def test_requests_that_can_never_fit_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"params: expected max_tokens above the 0 tokens that request"):
         engine.fork(engine.submit([1], greedy(0)), greedy(0))
     assert engine.idle or engine.stats.waiting == 1
+
+
+def test_prompts_are_scored_beside_those_that_compute_them(setup: Setup, dense: Dense) -> None:
+    """Where what scores ends, nodes are cut, and what is stored in the same step must not lie on both sides."""
+    engine, prompt = make_engine(setup.dense.model), LONG[:150]
+    engine.generate([prompt[:PAGE_SIZE]], greedy(0))
+    requests = [engine.submit(prompt, greedy(9)), engine.submit(prompt, greedy(9, prompt_logprobs=True))]
+    run(engine)
+    for request in (*requests, *engine.generate([prompt], greedy(9))):
+        assert_alone(request, dense)
+    np.testing.assert_allclose(requests[1].prompt_logprobs, dense.logprobs(prompt[:1], prompt[1:]), atol=2e-4)
 
 
 def test_a_pin_counts_before_it_is_computed(setup: Setup) -> None:

@@ -25,8 +25,9 @@ class Simulation:
         self.entered: list[Request] = []
         self.count = 0
 
-    def submit(self, prompt: list[int], max_tokens: int) -> Request:
-        request = Request(self.count, np.asarray(prompt, np.int64), SamplingParams(max_tokens=max_tokens))
+    def submit(self, prompt: list[int], max_tokens: int, *, scored: bool = False) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored)
+        request = Request(self.count, np.asarray(prompt, np.int64), params)
         self.count += 1
         self.scheduler.queue.append(request)
         return request
@@ -42,14 +43,22 @@ class Simulation:
         return step
 
     def check(self, step: Step) -> None:
-        """Chunks build on what is there, in whole pages; whoever draws has its context and pages for the tokens."""
+        """Chunks build on what is there, in whole pages; whoever draws has its context and pages for the tokens.
+
+        No chunk ends inside of what another one stores: there would be two nodes, and tokens are stored in the last.
+        """
         cache = self.scheduler.cache
         assert len(step.pieces) <= 8
         assert not (cache.invariant and step.pieces and step.drawing)
         for piece in step.pieces:
-            assert piece.store < piece.end <= piece.store + CHUNK
+            assert min(piece.store, piece.score) < piece.end <= min(piece.store, piece.score) + CHUNK
+            for other in step.pieces:
+                if piece.store < other.end < piece.end:
+                    rows = piece.running.row, other.running.row
+                    assert len({cache.node_at(row, piece.store) for row in rows}) == 2
         for running, count in step.drawing.items():
             assert cache.computed_tokens(running.row) >= running.wanted
+            assert not running.scores_missing
             assert 1 <= count <= (1 if step.pieces else 3)
             room = cache.tree.page_count[cache.tree.leaf[running.row]] * PAGE_SIZE
             assert cache.tree.length[cache.tree.leaf[running.row]] + running.flying <= room
@@ -101,7 +110,7 @@ def test_10000_operations_lose_nothing(num_pages: int, room: float, invariant: b
         event = rng.random()
         if event < 0.3:
             prompt = [*rng.integers(0, 2, rng.integers(1, 3)).repeat(rng.integers(1, 40)), *rng.integers(0, 3, 4)]
-            waiting.append(simulation.submit(prompt, int(rng.integers(0, 40))))
+            waiting.append(simulation.submit(prompt, int(rng.integers(0, 40)), scored=rng.random() < 0.2))
         elif event < 0.33 and waiting:
             aborted = waiting[rng.integers(len(waiting))]
             aborted.finish_reason = aborted.finish_reason or "abort"
@@ -159,6 +168,19 @@ def test_who_has_given_its_row_on_comes_first_after_a_restart() -> None:
     simulation.run()
     assert simulation.entered[-3:] == requests
     assert all(request.tokens == expected(request.prompt.tolist(), 6) for request in requests)
+
+
+def test_samples_take_no_more_than_there_is() -> None:
+    """One token of the prompt is in a page of its own, where one of them may go on and the other may not."""
+    simulation = Simulation(4, 3)
+    simulation.submit([1] * 7, 0)
+    simulation.run()  # leaves a node of 7 tokens
+    requests = [simulation.submit([1] * 9, 8) for _ in range(2)]
+    simulation.step()
+    assert simulation.scheduler.inside == requests[:1]
+    simulation.run()
+    assert simulation.scheduler.preempted == 0
+    assert all(request.tokens == expected([1] * 9, 8) for request in requests)
 
 
 @pytest.mark.parametrize("during", ["computed_tokens", "retire"])
