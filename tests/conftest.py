@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 # In interpret mode each warpgroup takes a thread of JAX's CPU client, which has as many as the machine has cores unless
@@ -44,6 +45,8 @@ hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=
 hypothesis.settings.load_profile("reproducible")
 
 
+_MANY_MAPS = 40_000
+
 # Jaxprs are many small objects, and nearly all of them stay: looking through them all for garbage is done less often.
 gc.set_threshold(50_000, 10, 10)
 
@@ -64,6 +67,17 @@ class FilesTogether(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     return FilesTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs() -> Iterator[None]:
+    """Forget compiled programs when there are many: without more memory maps, compiling ends the process.
+
+    Linux lets a process have 65,530, and each program takes some.
+    """
+    yield
+    if (maps := Path("/proc/self/maps")).exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
