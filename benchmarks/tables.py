@@ -28,7 +28,7 @@ def plain(name: str) -> str:
     """Spell a forest's name out: who shares what, and how much each has of its own."""
     name = re.sub(r"(\d+) shared, (\d+) x (\d+)", r"\2 requests: \1 shared, \3 each", name)
     name = re.sub(r"no sharing, (\d+) x (\d+)", r"\1 requests: none shared, \2 each", name)
-    return re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", re.sub(r"\b1 requests:", "1 request:", name))
+    return re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", re.sub(r"\b1 (request|prompt)s\b", r"1 \1", name))
 
 
 def speedups(rows: Iterable[dict], theirs: str, ours: str = "kernel_us") -> list[float]:

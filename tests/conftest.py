@@ -21,9 +21,8 @@ if shutil.which("nvidia-smi") is None:
     flags.append("--xla_cpu_parallel_codegen_split_count=1")  # small programs: parts cost more than they save
     if version("jaxlib").startswith("0.10."):  # newer ones have no other emitters, and end at a flag that is unknown
         flags.append("--xla_cpu_use_fusion_emitters=false")  # half the time
-    if version("jaxlib").startswith(
-        ("0.10.", "0.11.")
-    ):  # on a busy machine a device may be late by more than 40 seconds
+    if version("jaxlib").startswith(("0.10.", "0.11.")):
+        # On a busy machine one of the devices may be late by more than 40 seconds.
         flags.append("--xla_cpu_collective_call_terminate_timeout_seconds=400")
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
@@ -45,8 +44,6 @@ hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=
 hypothesis.settings.load_profile("reproducible")
 
 
-_MANY_MAPS = 40_000
-
 # Jaxprs are many small objects, and nearly all of them stay: looking through them all for garbage is done less often.
 gc.set_threshold(50_000, 10, 10)
 
@@ -67,6 +64,10 @@ class FilesTogether(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     return FilesTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+#: Memory maps of a process after which it forgets its programs: a file of tests has taken up to 10,000 more.
+_MANY_MAPS = 40_000
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -177,10 +177,11 @@ class PrefixNodes:
         >>> [[cache.node_at(request, position) for position in (47, 48)] for request in (0, 1)]
         [[1, 0], [1, 2]]
         """
-        ends = self.node_ends(request)
-        if not 0 <= position < (total := ends[-1] if len(ends) else 0):
-            raise ValueError(f"position: expected one in [0, {total}), the request's context, got {position}")
-        return int(self._path(request)[np.searchsorted(ends, position, side="right")])
+        path = self._path(request)
+        ends = np.cumsum(self.tree.length[path])
+        if not 0 <= position < ends[-1]:
+            raise ValueError(f"position: expected one in [0, {ends[-1]}), the request's context, got {position}")
+        return int(path[np.searchsorted(ends, position, side="right")])
 
     def match(self, tokens: Integers, growing: Integers = (), most: int | None = None) -> Match:
         """Find the longest prefix of a list that `add` would share.

@@ -155,7 +155,7 @@ class TokenTree:
     def _append(self, parent: int, run: Int[np.ndarray, " tokens"]) -> int:
         """Add a node with these tokens."""
         node, pages = next(self._free), -(-len(run) // self.page_size)
-        if len(self.tokens) == self.num_pages:
+        if pages and not self.new_pages:
             self.tokens = np.concatenate([self.tokens, np.empty((self._room, self.page_size), self.tokens.dtype)])
         self._parent[node], self._length[node], self._page_count[node] = parent, len(run), pages
         self._first[node] = self._next_page + self.new_pages

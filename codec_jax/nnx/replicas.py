@@ -213,12 +213,12 @@ class Replicas:
                 refusals.append(refusal)
                 continue
             self._homes[request] = replica
-            self._router.take(request, replica, prompt, cached[replica], _left(request))
+            self._router.take(request, replica, prompt, cached[replica], request.tokens_left)
             return request
         raise refusals[0]
 
     def _settle(self, request: Request) -> None:
-        self._router.settle(request, _left(request), request.finished)
+        self._router.settle(request, request.tokens_left, request.finished)
 
     def _count_anew(self, replica: int) -> None:
         """Take what an engine has to do as new to it: it may have forgotten what was computed."""
@@ -227,7 +227,7 @@ class Replicas:
         for request in _unfinished(engine):
             self._homes[request], context = replica, request.context
             prompt = Prompt.of(context, engine._page_size)
-            self._router.take(request, replica, prompt, _cached(engine, context), _left(request))
+            self._router.take(request, replica, prompt, _cached(engine, context), request.tokens_left)
 
 
 Serving: TypeAlias = Engine | Replicas
@@ -272,8 +272,3 @@ def _unfinished(engine: Engine) -> list[Request]:
 def _cached(engine: Engine, context: Int[np.ndarray, " tokens"]) -> int:
     """Return the tokens of a context that an engine's nodes have, computed or not."""
     return engine._scheduler.cache.match(context[:-1]).length
-
-
-def _left(request: Request) -> int:
-    """Return the tokens that a request may still draw."""
-    return request.params.max_tokens - len(request.tokens)

@@ -55,6 +55,11 @@ class Request:
         return part_of_context(self, 0, len(self.prompt) + len(self.tokens))
 
     @property
+    def tokens_left(self) -> int:
+        """How many tokens it may still draw."""
+        return self.params.max_tokens - len(self.tokens)
+
+    @property
     def last_token(self) -> int:
         """The token that is fed next."""
         return self.tokens[-1] if self.tokens else int(self.prompt[-1])

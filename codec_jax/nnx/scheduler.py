@@ -168,19 +168,19 @@ class Scheduler:
         while self.queue and self.cache.chunks_missing(self._chunk_tokens) < self._chunks:
             if self.queue[0].finished:
                 self.queue.popleft()
-            elif not self._admit(self.queue[0]):
+            elif not self._admit():
                 return
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self) -> bool:
         """Let the first one of the queue in, and with it samples of its prompt; say whether there was room."""
         if not self._free_rows():
             return False
-        context, growth = request.context, self._growth(request)
-        wanted, most = context[: len(context) - (growth > 0)], None
+        request = self.queue[0]
+        wanted, most = _wanted(request), None
         growing = [running.row for running in self.running if running.flying]
         if request.params.prompt_logprobs and self.cache.windows is not None:
-            most = request.scored_from + len(request.prompt_logprobs)  # what these tokens see may be gone
-        needed = self.cache.needed(wanted, math.ceil(growth * self._room), growing, most)
+            most = _unscored(request)  # what these tokens see may be gone
+        needed = self.cache.needed(wanted, self._promise(request.tokens_left), growing, most)
         # One that is alone enters anyway: it would have been refused if the pool could not hold it.
         if self.running and not self._is_room_for(needed):
             return False
@@ -190,45 +190,42 @@ class Scheduler:
             if self.running:
                 return False
             self.cache, rows = self.cache.evict(self.cache.num_cached).add([wanted], most=most)
-        self._begin(rows[0])
+        [row] = rows.tolist()
+        self._begin(row, wanted)
         # An invariant cache shares whole pages only, and one with windows perhaps less: those are looked up one by one.
         if not self.cache.invariant and self.cache.windows is None:
-            self._admit_samples(wanted, int(rows[0]))
+            self._admit_samples(row, wanted)
         return True
 
-    def _admit_samples(self, wanted: Int[np.ndarray, " tokens"], row: int) -> None:
+    def _admit_samples(self, row: int, wanted: Int[np.ndarray, " tokens"]) -> None:
         """Let those in that come next and want the tokens of one that has just entered: none are looked up again."""
         tree = self.cache.tree
         leaves_page = tree.length[tree.leaf[row]] % tree.page_size > 0  # each but one grows in pages of its own
         while self.queue and not self.queue[0].finished and self._free_rows():
-            request, growth = self.queue[0], self._growth(self.queue[0])
-            needed = -(-math.ceil(growth * self._room) // tree.page_size) + leaves_page
-            alike = np.array_equal(request.context[: len(request.context) - (growth > 0)], wanted)
-            if not alike or not self._is_room_for(needed):
+            request = self.queue[0]
+            needed = -(-self._promise(request.tokens_left) // tree.page_size) + leaves_page
+            if not np.array_equal(_wanted(request), wanted) or not self._is_room_for(needed):
                 return
-            self.cache, rows = self.cache.fork([row])
-            self._begin(rows[0])
+            self.cache, [fork] = self.cache.fork([row])
+            self._begin(int(fork), wanted)
 
-    def _begin(self, row: int) -> None:
+    def _begin(self, row: int, wanted: Int[np.ndarray, " tokens"]) -> None:
         """Know that the first one of the queue has a row, and all that it wants has a place in the cache."""
-        request = self.queue[0]
-        size, growth, cached = len(request.context), self._growth(request), self.cache.computed_tokens(row)
-        scored, score_end = size, 0
+        request, cached = self.queue[0], self.cache.computed_tokens(row)
+        left, scored, score_end = request.tokens_left, len(wanted), 0
         if request.params.prompt_logprobs:
-            scored, score_end = request.scored_from + len(request.prompt_logprobs), len(request.prompt) - 1
+            scored, score_end = _unscored(request), len(request.prompt) - 1
         if not request.tokens:
             request.cached_tokens = cached
-        wanted = size - (growth > 0)
-        self.prompt_tokens += wanted
+        self.prompt_tokens += len(wanted)
         self.cached_tokens += cached
-        first = request.last_token if growth else None
-        self.running.append(Running(request, int(row), wanted, growth, scored, score_end, first))
+        first = request.last_token if left else None
+        self.running.append(Running(request, row, len(wanted), left, scored, score_end, first))
         self.queue.popleft()  # last: an interruption may come in between, and nobody is to be in neither
 
-    @staticmethod
-    def _growth(request: Request) -> int:
-        """Return how many tokens a request may still draw."""
-        return request.params.max_tokens - len(request.tokens)
+    def _promise(self, tokens: int) -> int:
+        """Return for how many of the tokens that a request may draw there must be pages."""
+        return math.ceil(tokens * self._room)
 
     def _is_room_for(self, pages: int) -> bool:
         """Whether one more request that takes so many pages leaves enough to those inside."""
@@ -248,7 +245,7 @@ class Scheduler:
     def _promised(self) -> int:
         """Count the pages that those inside may still take."""
         page_size = self.cache.tree.page_size
-        growth = [running.flying + math.ceil(running.left * self._room) for running in self.running]
+        growth = [running.flying + self._promise(running.left) for running in self.running]
         return sum(-(-tokens // page_size) for tokens in growth)
 
     def _leave(self, leaving: list[Running]) -> None:
@@ -356,3 +353,14 @@ class Scheduler:
             if piece.store < end < piece.end and self._share(running, piece.running, piece.store):
                 end = piece.store if piece.store > begin else piece.end
         return Piece(running, end, computed, min(running.scored, end))
+
+
+def _wanted(request: Request) -> Int[np.ndarray, " tokens"]:
+    """Return the tokens of a context that are computed first: all but the one that a request feeds to draw by."""
+    context = request.context
+    return context[:-1] if request.tokens_left else context
+
+
+def _unscored(request: Request) -> int:
+    """Return the first token of a prompt of whose successor there is no log-probability yet."""
+    return request.scored_from + len(request.prompt_logprobs)
