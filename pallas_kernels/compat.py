@@ -9,6 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 _VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 _BEFORE_0_11, _BEFORE_0_12 = _VERSION < (0, 11), _VERSION < (0, 12)
+#: Whether wgmma takes both kinds of 8 bits at once.
+MIXES_EIGHT_BITS = not _BEFORE_0_11
 
 
 def transposed(ref: Any) -> Any:

@@ -34,25 +34,25 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
 
         def whole(pipeline: Pipeline) -> None:
             work(pipeline)
-            see_completions(pipeline, rings(pipeline.refs), others(pipeline))
+            see_completions(pipeline, rings(pipeline), others(pipeline))
 
         monkeypatch.setattr(pac, role, whole)
 
-    then_see("load_blocks", lambda refs: (refs.keys_free, refs.values_free), lambda _: ())
+    then_see("load_blocks", lambda pipeline: (pipeline.refs.keys_free, pipeline.refs.values_free), lambda _: ())
     then_see(
         "prepare",
-        lambda refs: [refs.values_free],
+        lambda pipeline: [getattr(pipeline.refs, "widened_free", pipeline.refs.values_free)],
         lambda pipeline: [pipeline.refs.query_free.at[buffer] for buffer in range(pipeline.sizes.query_buffers)],
     )
     then_see("compute", lambda _: (), lambda pipeline: [pipeline.refs.state_free.at[pipeline.warpgroup]])
 
 
 def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple, rotated: Any = None) -> Any:
-    """Describe the query buffers, [buffers, H / 64, units, rows, 64]; all in one dtype."""
+    """Describe the query buffers, [buffers, parts, units, rows, columns]; all in one dtype."""
     del tiled, rotated
     packing = sizes.packing
-    shape = (sizes.query_buffers, sizes.query_parts, packing.units, packing.rows_of_unit, 64)
-    return plgpu.SMEM(shape, sizes.dtype, transforms=(swizzle,))
+    shape = (sizes.query_buffers, sizes.query_parts, packing.units, packing.rows_of_unit, sizes.query_columns)
+    return plgpu.SMEM(shape, sizes.query_dtype, transforms=(swizzle,))
 
 
 def query_views(refs: Any) -> Query:
@@ -81,16 +81,19 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
 
 
 def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
-    """Return a tile of the query, [64, H]."""
-    parts = read(pipeline.refs.query_buffers.tiles.at[buffer])  # [H / 64, units, rows, 64]
-    rows = jnp.moveaxis(parts.reshape(parts.shape[0], -1, 64), 0, 1).reshape(-1, parts.shape[0] * 64)
+    """Return a tile of the query, [64, H]; of several terms, one after the other, their sum."""
+    parts = read(pipeline.refs.query_buffers.tiles.at[buffer])  # [parts, units, rows, columns]
+    of_rows = parts.reshape(-1, pipeline.sizes.parts_of_keys, parts.shape[1] * parts.shape[2], parts.shape[3])
+    of_rows = of_rows[0] if of_rows.shape[0] == 1 else of_rows.astype(jnp.float32).sum(axis=0)
+    rows = jnp.moveaxis(of_rows, 0, 1).reshape(of_rows.shape[1], -1)
     # Rows that are not in use may hold anything on a GPU.
     return jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
     """Return the products of a tile of the query and a block of keys, [64, block]."""
-    return multiply(query_tile(pipeline, buffer), rows_of(pipeline, keys).T)
+    query = query_tile(pipeline, buffer)
+    return multiply(query, rows_of(pipeline, keys).T.astype(query.dtype))
 
 
 def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
@@ -110,11 +113,13 @@ def see_completions(pipeline: Pipeline, rings: Iterable[Any], others: Iterable[A
     """Wait, after the last block, for the stages of rings and other barriers that nobody waits for any more."""
     blocks = pipeline.each_segment(lambda segment, _, done, *__: done + segment.end - segment.begin, jnp.int32(0))
 
-    def wait(number: jax.Array, _: None) -> None:
-        for ring in rings:
-            plgpu.barrier_wait(ring.at[pipeline.stage(number)])
+    for ring in rings:
+        stages = ring.shape[0]
 
-    lax.fori_loop(jnp.maximum(blocks - pipeline.sizes.stages, 0), blocks, wait, None)
+        def wait(number: jax.Array, _: None, ring: Any = ring, stages: int = stages) -> None:
+            plgpu.barrier_wait(ring.at[lax.rem(number, jnp.int32(stages))])
+
+        lax.fori_loop(jnp.maximum(blocks - stages, 0), blocks, wait, None)
     for barrier in others:
         plgpu.barrier_wait(barrier)
 

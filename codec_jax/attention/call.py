@@ -150,8 +150,7 @@ def forest_attention(
         if factor is not None:
             _check_scale(name, factor, keys, of_latents=quantisation is not None)
     if is_one_byte:
-        # Scales are factors of queries and outputs, which are float32 here: nothing is rounded twice.
-        query = _scaled(query.astype(jnp.float32), key_scale)
+        query = query.astype(jnp.float32)  # and so is the output, so that its scale does not round it a second time
     scale = None if scale is None else checks.number("scale", scale)
     if softcap is not None and checks.number("softcap", softcap) <= 0:
         raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
@@ -163,7 +162,7 @@ def forest_attention(
         _check(query, keys, value_pages, forest, plan, drafts, axis_size(mesh, TENSOR))
         check_name(implementation)
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
-        arrays = (query, keys, value_pages, forest, plan, drafts, sinks)
+        arrays = (query, keys, value_pages, forest, plan, drafts, sinks, key_scale)
         out, residuals = attend_on_mesh(mesh, forest_attention, *arrays, **options)
         out = _scaled(out, value_scale).astype(dtype) if is_one_byte else out
         return (out, residuals) if return_residuals else out
@@ -189,7 +188,8 @@ def forest_attention(
     )
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
-    call = Call(query, keys, value_pages, position, first, *planned, *beside)
+    key_scale = None if key_scale is None else key_scale.astype(jnp.float32)
+    call = Call(query, keys, value_pages, position, first, *planned, *beside)._replace(key_scale=key_scale)
     out, row_max, row_sum = backend.attend(call, scores)
     residuals = row_max, row_sum
     if sinks is not None:

@@ -43,10 +43,11 @@ def attend_on_mesh(
     plan: Plan,
     drafts: DraftTrees | None,
     sinks: Array | None,
+    key_scale: Array | None,
     **options: Any,
 ) -> Any:
     """Call `attend`, with these options, on each device, and merge. Raises ValueError for pages elsewhere."""
-    arguments: Any = (query, key_pages, value_pages, plan, sinks, forest, drafts)
+    arguments: Any = (query, key_pages, value_pages, plan, sinks, key_scale, forest, drafts)
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit}
     if explicit:  # where `jax.shard_map` takes only what is divided as it says
 
@@ -74,6 +75,7 @@ def _on_devices(
     value_pages: Array | None,
     plan: Plan,
     sinks: Array | None,
+    key_scale: Array | None,
     forest: Forest,
     drafts: DraftTrees | None,
     *,
@@ -82,11 +84,12 @@ def _on_devices(
     **options: Any,
 ) -> Any:
     def local(
-        query: Array, key_pages: Array, value_pages: Array | None, plan: Plan, sinks: Array | None, *everywhere: Any
+        query: Array, key_pages: Array, value_pages: Array | None, plan: Plan, sinks: Array | None, *others: Any
     ) -> Any:
-        forest, drafts = everywhere
+        key_scale, forest, drafts = others
         here = (query, key_pages, value_pages, forest, plan.local())
-        out, (row_max, row_sum) = attend(*here, drafts=drafts, return_residuals=True, **options)
+        given = {"drafts": drafts, "key_scale": key_scale, "return_residuals": True}
+        out, (row_max, row_sum) = attend(*here, **given, **options)
         if CONTEXT in mesh.axis_names:
             out, row_max, row_sum = merge_everywhere(out, row_max, row_sum, CONTEXT)
         residuals = row_max, row_sum
@@ -96,7 +99,7 @@ def _on_devices(
     on_devices = jax.shard_map(
         local, mesh=mesh, in_specs=tuple(specs), out_specs=(specs.query, (specs.query, specs.query))
     )
-    return on_devices(query, key_pages, value_pages, plan, sinks, forest, drafts)
+    return on_devices(query, key_pages, value_pages, plan, sinks, key_scale, forest, drafts)
 
 
 class _Specs(NamedTuple):
@@ -107,6 +110,7 @@ class _Specs(NamedTuple):
     value_pages: PartitionSpec
     plan: Plan
     sinks: PartitionSpec
+    key_scale: PartitionSpec
     forest: PartitionSpec
     drafts: PartitionSpec
 
@@ -115,7 +119,8 @@ def _specs(mesh: Mesh, plan: Plan) -> _Specs:
     context, tensor = (axis if axis in mesh.axis_names else None for axis in (CONTEXT, TENSOR))
     pages = PartitionSpec(context, None, tensor, None)
     by_head = PartitionSpec(None, None, tensor)
-    return _Specs(by_head, pages, pages, plan.specs, PartitionSpec(tensor), PartitionSpec(), PartitionSpec())
+    of_heads, whole = PartitionSpec(tensor), PartitionSpec()
+    return _Specs(by_head, pages, pages, plan.specs, of_heads, of_heads, whole, whole)
 
 
 def _check_placed(name: str, pages: Array, expected: PartitionSpec) -> None:

@@ -51,6 +51,7 @@ def _segments(call: Call, scores: Scores) -> Partial:
     """Compute the partials of all segments, [num_partials, R]."""
     plan = call.plan
     tiles = query_rows.to_tiles(call)  # [tiles, K, R, H]
+    tiles = tiles if call.key_scale is None else tiles * call.key_scale[None, :, None, None]
     position = query_rows.by_row(call.query_position, call)  # [tiles, R]
     first_position = None if call.first_position is None else query_rows.by_row(call.first_position, call)
     num_rows, head_dim, value_dim, lanes = *tiles.shape[2:], plan.heads.value_head_dim, plan.lanes

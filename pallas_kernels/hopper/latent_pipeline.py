@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 
 from pallas_kernels.hopper.pac_pipeline import Pipeline, Ring, Sizes
 from pallas_kernels.plan_format import Segment
@@ -37,6 +38,11 @@ HALF = 256
 @dataclass(frozen=True)
 class LatentSizes(Sizes):
     """All that is known when the kernel is compiled. `head_dim` counts rotated keys, wherever their pages are."""
+
+    @property
+    def is_one_byte(self) -> bool:
+        """Whether latents have one byte a number, which products do not take."""
+        return jnp.dtype(self.kv_dtype).itemsize == 1
 
     @property
     def has_values_apart(self) -> bool:
@@ -56,6 +62,8 @@ class LatentSizes(Sizes):
 
 class LatentPipeline(Pipeline):
     """One thread block's view, as of any PAC. Segments are narrow, so that every block has one set of barriers."""
+
+    sizes: LatentSizes
 
     @property
     def rings(self) -> tuple[Ring, ...]:

@@ -12,8 +12,9 @@ A segment is narrow or wide. Narrow: both computing warpgroups hold the same row
 of the last block merges their states at the end. Wide: each holds a row tile of its own and both work on every block,
 which is loaded once for 128 rows. The rings run on across segments, so loading never stops. Unmasked blocks come first
 in every segment and have a loop of their own; a masked block whose tokens all have the same readers is masked by row,
-others by token. All softmax state is float32 in units of log2, since exp2 is what the hardware computes. `pac_pipeline`
-has a table of the barriers. The paper's PAC is in section 4 (doi 10.1145/3802028).
+others by token. All softmax state is float32 in units of log2, since exp2 is what the hardware computes. What becomes
+of keys and values of one byte is in `widen`. `pac_pipeline` has a table of the barriers. The paper's PAC is in section
+4 (doi 10.1145/3802028).
 """
 
 from types import SimpleNamespace
@@ -30,13 +31,16 @@ from pallas_kernels.heads import Scores
 from pallas_kernels.hopper import tensor_core, widen
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
-from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
+from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes, tiles_of
 from pallas_kernels.hopper.pac_prepare import prepare
 from pallas_kernels.hopper.tiling import stages_of
+from pallas_kernels.hopper.widen import OneBytePipeline, OneByteSizes
 from pallas_kernels.packing import TILE_ROWS
 
 _LOADER, _PREPARER = LANES, LANES + 1
 _REGISTERS = {"compute": 208, "load": 40, "prepare": 56}  # of a thread; 4 x 128 threads share 65,536
+#: Where who prepares also widens.
+_ONE_BYTE_REGISTERS = {"compute": 200, "load": 32, "prepare": 80}
 
 
 def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -55,42 +59,45 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     query, plan = call.query, call.plan
     batch, tokens, num_q_heads, head_dim = query.shape
     assert call.value_pages is not None
-    stages = stages_of((head_dim, plan.heads.value_head_dim), plan.block_tokens, call.key_pages.dtype)
+    kv_dtype = call.key_pages.dtype
+    stages = stages_of((head_dim, plan.heads.value_head_dim), plan.block_tokens, kv_dtype)
     assert stages is not None  # or `why_not` would have said so
-    is_padded = call.key_pages.shape[3] < head_dim
-    sizes = Sizes.of(call, scores, stages, kv_dtype=call.key_pages.dtype, is_padded=is_padded)
+    is_one_byte, is_padded = kv_dtype.itemsize == 1, call.key_pages.shape[3] < head_dim
+    kind, pipeline_of = (OneByteSizes, OneBytePipeline) if is_one_byte else (Sizes, Pipeline)
+    sizes = kind.of(call, scores, stages, kv_dtype=kv_dtype, is_padded=is_padded)
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),
         "keys": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
         "values": call.value_pages.reshape(-1, *call.value_pages.shape[2:]),
         **pac_arrays.inputs_of(call, sizes),
+        **(widen.inputs_of(call) if is_one_byte else {}),
     }
     for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, sizes.value_head_dim)
-    scratch = _scratch(sizes)
+    scratch, registers = _scratch(sizes), _ONE_BYTE_REGISTERS if is_one_byte else _REGISTERS
 
     def body(*refs: Any) -> None:
         named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
         named.query_buffers = tensor_core.query_views(named.query_buffers)
         if sizes.is_padded:
             named.key_ring, named.value_ring = map(tensor_core.ring_views, (named.key_ring, named.value_ring))
-        pipeline = Pipeline(named, sizes)
+        pipeline = pipeline_of(named, sizes)
 
         @pl.when(pipeline.warpgroup < LANES)
         def _compute() -> None:
-            plgpu.set_max_registers(_REGISTERS["compute"], action="increase")
+            plgpu.set_max_registers(registers["compute"], action="increase")
             compute(pipeline)
 
         @pl.when(pipeline.warpgroup == _LOADER)
         def _load() -> None:
-            plgpu.set_max_registers(_REGISTERS["load"], action="decrease")
+            plgpu.set_max_registers(registers["load"], action="decrease")
             load_blocks(pipeline)
 
         @pl.when(pipeline.warpgroup == _PREPARER)
         def _prepare() -> None:
-            plgpu.set_max_registers(_REGISTERS["prepare"], action="decrease")
+            plgpu.set_max_registers(registers["prepare"], action="decrease")
             prepare(pipeline)
             plan_guard.look(pipeline.refs)
 
@@ -109,27 +116,24 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
 
 def _scratch(sizes: Sizes) -> dict[str, Any]:
     """Describe shared memory and barriers."""
-    swizzle = plgpu.SwizzleTransform(128)
-    tiled = (plgpu.TilingTransform((8, 64)), swizzle)
+    of_query = tiles_of(sizes.query_dtype, sizes.query_columns)
 
     def ring(columns: int) -> Any:
+        tiled = tiles_of(sizes.kv_dtype, sizes.query_columns)
         if sizes.is_padded:
-            return tensor_core.ring_scratch(sizes, columns, swizzle, tiled)
-        shape = sizes.stages, sizes.block, columns
-        return plgpu.SMEM(shape, sizes.kv_dtype, transforms=widen.ring_transforms(sizes))
+            return tensor_core.ring_scratch(sizes, columns, tiled[1], tiled)
+        return plgpu.SMEM((sizes.stages, sizes.block, columns), sizes.kv_dtype, transforms=tiled)
 
-    state = (plgpu.TilingTransform((8, 32)), swizzle)
     copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
     of_block = sizes.pages_per_block * sizes.copies_of_page
     return {
-        "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled),  # `Query`
+        "query_buffers": tensor_core.query_scratch(sizes, of_query[1], of_query),  # `Query`
         "key_ring": ring(sizes.head_dim),
         "value_ring": ring(sizes.value_head_dim),
-        **widen.scratch(sizes, tiled),
         # Readers, and positions with causal masks and windows, of each token.
         "mask": plgpu.SMEM((sizes.stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
         # The state that one lane of a narrow segment hands to the other.
-        "state": plgpu.SMEM((TILE_ROWS, sizes.acc_columns), jnp.float32, transforms=state),
+        "state": plgpu.SMEM((TILE_ROWS, sizes.acc_columns), jnp.float32, transforms=tiles_of(jnp.float32, 32)),
         "state_rows": plgpu.SMEM((2, TILE_ROWS), jnp.float32),
         "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * copies, num_barriers=buffers),
         "query_together": plgpu.Barrier(num_arrivals=copies, num_barriers=buffers),
@@ -140,4 +144,5 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "values_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
         "state_full": plgpu.Barrier(num_barriers=LANES),
         "state_free": plgpu.Barrier(num_barriers=LANES),
+        **(widen.scratch(sizes) if isinstance(sizes, OneByteSizes) else {}),
     }

@@ -12,7 +12,6 @@ from jax import lax
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
 from pallas_kernels.hopper.pac_pipeline import LANES, UNIFORM_READERS, Pipeline
-from pallas_kernels.hopper.widen import in_sixteen_bits
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Segment
 from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
@@ -36,6 +35,7 @@ class LaneWork(NamedTuple):
     done: jax.Array  # blocks of earlier segments
     stride: jax.Array  # the lane works on blocks first, first + stride, ...
     first: jax.Array
+    row_scale: jax.Array | None = None  # [64], factors on the scores of each row
 
     def blocks_before(self, end: jax.Array) -> jax.Array:
         """Count the lane's blocks before block `end` of the segment."""
@@ -53,13 +53,15 @@ def compute(pipeline: Pipeline) -> None:
 
     def work(segment: Segment, _: Segment, done: jax.Array, buffer0: jax.Array, __: None) -> None:
         wide, buffer1 = segment.is_wide, pipeline.query_buffer(buffer0 + 1)
+        tile = jnp.where(wide, warpgroup, 0)
         lane = LaneWork(
             segment=segment,
-            tile=jnp.where(wide, warpgroup, 0),
+            tile=tile,
             buffer=jnp.where(wide & (warpgroup == 1), buffer1, buffer0),
             done=done,
             stride=jnp.where(wide, 1, LANES),
             first=jnp.where(wide, 0, lax.rem(warpgroup + done, jnp.int32(LANES))),
+            row_scale=pipeline.row_scale(segment.head, jnp.where(tile == 0, segment.tile0, segment.tile1)),
         )
         wait_for_query(pipeline, segment.query_start0, buffer0)
 
@@ -121,23 +123,30 @@ def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: _State, maske
     stage = pipeline.stage(number)
     plgpu.barrier_wait(pipeline.full(refs.keys_full, segment, number))
     readers = refs.mask[stage, 0, 0] if masked else None  # of the first token; loaded ahead of the products
-    keys = in_sixteen_bits(pipeline, refs.key_ring, stage)  # [block, H]
+    keys = pipeline.block_of(refs.key_ring, stage)
     scores = tensor_core.multiply_keys(pipeline, lane.buffer, keys)  # [64, block]
-    _release(segment, refs.keys_free, stage)
-    scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
+    _release(segment, refs.keys_free.at[stage])
+    factor: float | jax.Array = sizes.factor if sizes.cap_factor is None else sizes.cap_factor
+    factor = factor if lane.row_scale is None else factor * lane.row_scale  # [64], or a number
+    if sizes.cap_factor is not None:
+        scores, factor = tanh(_scaled(scores, factor)), sizes.factor
     visible, scores = mask_scores(pipeline, lane, stage, readers, scores) if masked else (all_rows(), scores)
-    block_max = jnp.where(visible, scores.max(axis=1) * sizes.factor, MASK_VALUE)  # [64]
+    block_max = jnp.where(visible, scores.max(axis=1) * factor, MASK_VALUE)  # [64]
     row_max = jnp.maximum(jnp.maximum(state.max, block_max), MIN_ROW_MAX)
     alpha = jnp.exp2(state.max - row_max)
-    weights = jnp.exp2(scores * sizes.factor - broadcast_rows(row_max, sizes.block))  # [64, block]
+    weights = jnp.exp2(_scaled(scores, factor) - broadcast_rows(row_max, sizes.block))  # [64, block]
     accs = [acc * broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
     rounded = clear_other_rows(visible, weights.astype(sizes.dtype))
     row_sum = state.sum * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
-    plgpu.barrier_wait(pipeline.full(refs.values_full, segment, number))
-    values = in_sixteen_bits(pipeline, refs.value_ring, stage)  # [block, V]
-    accs = tensor_core.multiply_values(pipeline, accs, rounded, values)  # [64, columns] each
-    _release(segment, refs.values_free, stage)
+    plgpu.barrier_wait(pipeline.values_full(segment, number))
+    accs = tensor_core.multiply_values(pipeline, accs, rounded, pipeline.values(number, stage))  # [64, columns] each
+    _release(segment, pipeline.values_free(number, stage))
     return _State(accs, row_max, row_sum)
+
+
+def _scaled(scores: jax.Array, factor: float | jax.Array) -> jax.Array:
+    """Multiply scores [64, block] by a number, or by one of each row."""
+    return scores * (factor if isinstance(factor, float) else broadcast_rows(factor, scores.shape[1]))
 
 
 def mask_scores(
@@ -175,7 +184,7 @@ def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores:
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
     readers = load(mask.at[stage, 0, pl.ds(0, sizes.block)], along)  # [block]
     visible = is_reader(row + _first_row(pipeline, lane), *map(over_columns, unpack_readers(readers)))
-    scores = jnp.where(visible, scores, MASK_VALUE)
+    scores = jnp.where(visible, scores, sizes.mask_value)
     if sizes.has_positions:
         tile = jnp.where(lane.tile == 0, lane.segment.tile0, lane.segment.tile1)
         at = pl.ds(tile * sizes.packing.tile_rows, TILE_ROWS)
@@ -185,7 +194,7 @@ def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores:
             bound = load(ref.at[at], plgpu.Layout.WGMMA.reduce(1))  # [64]
             position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
             within = is_within(over_columns(position), broadcast_rows(bound, sizes.block))
-            scores = jnp.where(within, scores, MASK_VALUE)
+            scores = jnp.where(within, scores, sizes.mask_value)
     return scores
 
 
@@ -205,13 +214,13 @@ def clear_other_rows(visible: jax.Array, weights: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(weights, jnp.int16) & bits, weights.dtype)
 
 
-def _release(segment: Segment, barrier: Any, stage: jax.Array) -> None:
-    """Give a stage back to the loader, which expects an arrival for each lane."""
-    plgpu.barrier_arrive(barrier.at[stage])
+def _release(segment: Segment, barrier: Any) -> None:
+    """Give a stage back to who fills it, and expects an arrival for each lane."""
+    plgpu.barrier_arrive(barrier)
 
     @pl.when(jnp.logical_not(segment.is_wide))
     def _for_the_other_lane() -> None:
-        plgpu.barrier_arrive(barrier.at[stage])
+        plgpu.barrier_arrive(barrier)
 
 
 def _send_state(pipeline: Pipeline, state: _State) -> None:

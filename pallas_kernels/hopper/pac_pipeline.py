@@ -32,6 +32,7 @@ from jax import lax
 
 from pallas_kernels.pac_arrays import PacSizes
 from pallas_kernels.plan_format import Segment
+from pallas_kernels.softmax import MASK_VALUE
 
 #: Computing warpgroups, and so row tiles of a wide segment.
 LANES = 2
@@ -73,19 +74,34 @@ class Sizes(PacSizes):
     is_padded: bool = False  # whether rows in shared memory, of H and V numbers, are longer than those of a head
 
     @property
-    def is_one_byte(self) -> bool:
-        """Whether blocks have one byte a number, which products do not take."""
-        return jnp.dtype(self.kv_dtype).itemsize == 1
-
-    @property
     def acc_columns(self) -> int:
         """Columns of the values that one accumulator holds."""
         return self.value_head_dim if self.value_head_dim <= 128 and not self.is_padded else 64
 
     @property
+    def mask_value(self) -> float:
+        """The score of a token that a row does not see."""
+        return MASK_VALUE
+
+    @property
+    def query_dtype(self) -> Any:
+        """What the query is copied as."""
+        return self.dtype
+
+    @property
+    def query_columns(self) -> int:
+        """Columns of the query that are copied at once, in rows of 128 bytes."""
+        return 64
+
+    @property
+    def parts_of_keys(self) -> int:
+        """Arrays of so many columns that make up a block of keys."""
+        return self.head_dim // self.query_columns
+
+    @property
     def query_parts(self) -> int:
-        """Arrays of 64 columns that make up a tile of the query; each is copied by itself."""
-        return self.head_dim // 64
+        """Arrays of so many columns that make up a tile of the query; each is copied by itself."""
+        return self.parts_of_keys
 
     @property
     def copies_of_page(self) -> int:
@@ -128,6 +144,36 @@ class Pipeline:
         """The barriers, one for each stage, after which a block's mask is not needed any more."""
         return self.rings[-1].free
 
+    def row_scale(self, head: jax.Array, tile: jax.Array) -> jax.Array | None:
+        """Load factors on the scores of a tile's rows, [64]; None where there are none."""
+        del head, tile
+        return None
+
+    def block_of(self, ring: Any, stage: jax.Array) -> Any:
+        """Refer to a block of keys or values, [block, H or V], or if padded [H / 64, block, 64]."""
+        return (ring.blocks if self.sizes.is_padded else ring).at[stage]
+
+    def values(self, number: jax.Array, stage: jax.Array) -> Any:
+        """Refer to the values of block `number`, of this stage, as products take them."""
+        del number
+        return self.block_of(self.refs.value_ring, stage)
+
+    def values_full(self, segment: Segment, number: jax.Array) -> Any:
+        """Pick the barrier after which products of a block's values may begin."""
+        return self.full(self.refs.values_full, segment, number)
+
+    def values_free(self, number: jax.Array, stage: jax.Array) -> Any:
+        """Pick the barrier that says that a block's values are not needed any more."""
+        del number
+        return self.refs.values_free.at[stage]
+
+    def wait_for_mask(self, number: jax.Array, stage: jax.Array) -> None:
+        """Wait until the mask of block `number` may be written."""
+
+        @pl.when(number >= self.sizes.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(self.mask_free.at[stage])
+
     def give_mask(self, segment: Segment, number: jax.Array) -> None:
         """Say that the mask of block `number` is in place: the first ring's block is full with it."""
         plgpu.barrier_arrive(self.full(self.rings[0].full, segment, number))
@@ -161,8 +207,16 @@ class Pipeline:
 
     def full(self, barrier: Any, segment: Segment, number: jax.Array) -> Any:
         """Pick the full barrier of block `number`: of the set of lane 0, of lane 1, or of both."""
-        lanes = jnp.where(segment.is_wide, LANES, lax.rem(number, jnp.int32(LANES)))
-        return barrier.at[lanes * self.sizes.stages + self.stage(number)]
+        return barrier.at[self.set_of(segment, number) * self.sizes.stages + self.stage(number)]
+
+    def set_of(self, segment: Segment, number: jax.Array) -> jax.Array:
+        """Return whose barriers say that block `number` is there: 0 and 1 of a lane, 2 of both."""
+        return jnp.where(segment.is_wide, LANES, lax.rem(number, jnp.int32(LANES)))
+
+
+def tiles_of(dtype: Any, columns: int) -> tuple[Any, ...]:
+    """Return how rows lie in shared memory for products: in tiles of 8, and of so many columns, swizzled."""
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
 
 
 def past_the_end(start: int, size: int, any_number: jax.Array) -> Any:

@@ -55,10 +55,7 @@ def prepare(pipeline: Pipeline) -> None:
             following = _entries_of(pipeline, segment.begin + i + 1) if masked else None
             planes = _mask_planes(pipeline, masks) if masked else []
 
-            @pl.when(number >= sizes.stages)
-            def _wait() -> None:
-                plgpu.barrier_wait(pipeline.mask_free.at[stage])
-
+            pipeline.wait_for_mask(number, stage)
             for plane, values in enumerate(planes):
                 refs.mask.at[stage, plane][...] = values
             pipeline.give_mask(segment, number)
@@ -78,7 +75,7 @@ def _gather(pipeline: Pipeline, tile: jax.Array, start: jax.Array, head: jax.Arr
     """Copy the rows of a tile to a query buffer, together if they are consecutive in the query, or unit by unit."""
     refs, sizes = pipeline.refs, pipeline.sizes
     packing, tokens = sizes.packing, sizes.query_tokens
-    rows = packing.rows_of_unit
+    rows, columns = packing.rows_of_unit, sizes.query_columns
     target = refs.query_buffers.units.at[buffer]
     at_once = max(number for number in range(1, _MAX_AT_ONCE + 1) if packing.units % number == 0)
 
@@ -87,7 +84,7 @@ def _gather(pipeline: Pipeline, tile: jax.Array, start: jax.Array, head: jax.Arr
         heads = pl.ds(head * packing.group + part * rows, rows)
         for at in range(sizes.query_parts):
             plgpu.copy_gmem_to_smem(
-                refs.query.at[pl.ds(entry, count), heads, pl.ds(at * 64, 64)],  # [count, rows, 64]
+                refs.query.at[pl.ds(entry, count), heads, pl.ds(at * columns, columns)],  # [count, rows, columns]
                 tensor_core.view_units(target.at[at], place, count=count, packing=packing),
                 arrived.at[buffer],
             )

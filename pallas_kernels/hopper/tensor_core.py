@@ -15,11 +15,11 @@ from pallas_kernels.packing import TILE_ROWS, Packing
 def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple, rotated: Any = None) -> Any:
     """Describe the query buffers; with a third view if rotated keys have a dtype of their own.
 
-    Of 64 columns, rows follow each other in the same places with and without tiles of 8 rows. All views begin where
-    their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
+    Rows of 128 bytes, or 64, follow each other in the same places with and without tiles of 8 rows. All views begin
+    where their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
     """
-    shape = (sizes.query_buffers, sizes.query_parts, TILE_ROWS, 64)
-    views = [((swizzle,), sizes.dtype), (tiled, sizes.dtype)]
+    shape = (sizes.query_buffers, sizes.query_parts, TILE_ROWS, sizes.query_columns)
+    views = [((swizzle,), sizes.query_dtype), (tiled, sizes.query_dtype)]
     views += [] if rotated is None else [(tiled, rotated)]
     return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=view) for view, dtype in views))
 
@@ -49,21 +49,23 @@ def ring_views(refs: Any) -> PaddedRing:
 
 
 def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
-    """View `count` units of 64 columns of a tile, from the first on, as [count, rows, 64]."""
+    """View `count` units of a tile's columns, from the first on, as [count, rows, columns]."""
     rows = packing.rows_of_unit
-    return ref.at[pl.ds(first * rows, count * rows)].reshape(count, rows, 64)
+    return ref.at[pl.ds(first * rows, count * rows)].reshape(count, rows, ref.shape[-1])
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
     """Return the products of a tile of the query and a block of keys: [64, block].
 
-    Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64].
+    Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64]. A query of several terms, one after
+    the other, is their sum.
     """
-    refs, sizes = pipeline.refs, pipeline.sizes
+    refs, sizes, width = pipeline.refs, pipeline.sizes, pipeline.sizes.query_columns
 
     def products(scores_ref: Any) -> jax.Array:
         for part in range(sizes.query_parts):
-            columns = keys.at[part] if sizes.is_padded else keys.at[:, pl.ds(part * 64, 64)]
+            at = part % sizes.parts_of_keys
+            columns = keys.at[at] if sizes.is_padded else keys.at[:, pl.ds(at * width, width)]
             plgpu.wgmma(scores_ref, refs.query_buffers.tiles.at[buffer, part], transposed(columns))
         return scores_ref[...]
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import refusals
+from pallas_kernels.compat import MIXES_EIGHT_BITS
 from pallas_kernels.family import Tiling
 from pallas_kernels.heads import Heads, Scores
 from pallas_kernels.packing import Packing
@@ -31,12 +32,12 @@ BLOCKS = {
 #: Heads of these sizes, keys and values alike, have rows of 128 columns in shared memory, of which the last ones are 0.
 #: Copies of rows begin at multiples of 16 bytes.
 PADDED = tuple((size, size) for size in range(72, 128, 8))
-#: As `BLOCKS`, where K and V have one byte a number: blocks in flight are half as large, and each computing warpgroup
-#: has room for one block of 16 bits.
+#: As `BLOCKS`, where K and V have one byte a number: blocks in flight are half as large, and values have buffers for 16
+#: bits, fewer than there are stages.
 _ONE_BYTE = {
     (64, 64): (Block(128, 4), Block(128, 4)),
-    (128, 128): (Block(64, 4), Block(128, 2)),
-    (256, 256): (Block(64, 2), Block(64, 2)),
+    (128, 128): (Block(64, 4), Block(128, 3)),
+    (256, 256): (Block(64, 3), Block(64, 3)),
 }
 #: Heads whose output takes the registers of two warpgroups, so that a segment has one tile: see `long_heads`.
 LONG = {(512, 512): Block(64, 1)}
@@ -45,7 +46,7 @@ LONG = {(512, 512): Block(64, 1)}
 _MUCH = (4096, 512)
 _LANES = 2
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_ONE_BYTE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_ONE_BYTE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)  # the first one is that of the query
 
 
 def tiling(heads: Heads, device: jax.Device) -> Tiling:
@@ -85,6 +86,8 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
             "it takes bfloat16 or float16, the same for all, or float8_e4m3fn or float8_e5m2 for keys and values, "
             f"got {heads.query_dtype} and {heads.kv_dtype}"
         )
+    if not MIXES_EIGHT_BITS and not is_sixteen_bits and heads.kv_dtype != _ONE_BYTE_DTYPES[0]:
+        return f"with {heads.kv_dtype} it takes JAX 0.11 or later, got {jax.__version__}"
     sizes = (*BLOCKS, *PADDED, *LONG) if is_sixteen_bits else _ONE_BYTE
     if reason := refusals.of_head_sizes(heads, sizes) or refusals.of_scores(scores):
         return reason

@@ -15,6 +15,7 @@ from codec_jax.attention import forest_attention
 from codec_jax.attention.backends import choose
 from pallas_kernels import HOPPER, Scores
 from pallas_kernels import Heads as AllHeads
+from pallas_kernels.compat import MIXES_EIGHT_BITS
 
 
 class Call(NamedTuple):
@@ -27,6 +28,7 @@ class Call(NamedTuple):
     query_tokens: int = 1
 
 
+WITH_MIXED_BITS = pytest.mark.skipif(not MIXES_EIGHT_BITS, reason="wgmma of both kinds of 8 bits takes JAX 0.11")
 ONE_TILE = [Call(heads, block, requests=3) for heads, block in [*CONFIGS, PADDED_CONFIGS[0]]]
 SEVERAL_TILES = [Call(heads, block, requests=21, query_tokens=4) for heads, block in [*CONFIGS, PADDED_CONFIGS[1]]]
 LAYOUTS = [
@@ -92,7 +94,7 @@ def test_heads_of_512_lower_for_cuda_and_are_chosen(monkeypatch: pytest.MonkeyPa
     ("heads", "block_tokens", "kv_dtype"),
     [
         *((*config, jnp.float8_e4m3fn) for config in CONFIGS if config[0].values is None),
-        (*CONFIGS[-1], jnp.float8_e5m2),
+        pytest.param(*CONFIGS[-1], jnp.float8_e5m2, marks=WITH_MIXED_BITS),
     ],
 )
 def test_pages_of_one_byte_lower_for_cuda(heads: Heads, block_tokens: int, kv_dtype: Any) -> None:
@@ -173,7 +175,8 @@ def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
         *(({"head_dim": size}, None) for size in (64, 72, 96, 112, 120)),
         ({"block_tokens": 64}, None),
         ({"page_size": 256}, None),
-        ({"pages": jnp.float8_e5m2}, None),
+        ({"pages": jnp.float8_e4m3fn}, None),
+        ({"pages": jnp.float8_e5m2}, None if MIXES_EIGHT_BITS else "with float8_e5m2 it takes JAX 0.11 or later, got"),
         (
             {"device": device(capability="8.0")},
             r"it needs a Hopper GPU \(sm_90\), the default device is a test's device",
@@ -191,7 +194,7 @@ def device(platform: str = "gpu", capability: str = "9.0") -> SimpleNamespace:
         ),
         ({"head_dim": 136}, "got 136$"),
         ({"head_dim": 96, "value_head_dim": 112}, "got 96 with values of 112$"),
-        ({"head_dim": 96, "pages": jnp.float8_e5m2}, "it takes head sizes 64, 128, 256, got 96$"),
+        ({"head_dim": 96, "pages": jnp.float8_e4m3fn}, "it takes head sizes 64, 128, 256, got 96$"),
         ({"value_head_dim": 64}, "got 128 with values of 64$"),
         ({"lanes": 1}, "it takes plans of 64 rows a tile, 2 lanes and blocks of 64 or 128 tokens, got .* 1 lanes"),
         ({"tile_rows": 16}, "it takes plans of 64 rows a tile, .*, got 16 rows"),
