@@ -124,7 +124,7 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
     Raises RuntimeError where CUPTI does not report kernels.
     """
     if jax.default_backend() != "gpu":  # where CUPTI is, without a driver, it ends the process
-        raise RuntimeError(f"kernels: expected a GPU, whose kernels CUPTI reports, got {jax.default_backend()}")
+        raise RuntimeError(f"CUPTI: expected a GPU, the default backend is {jax.default_backend()}")
     _, kernels = profiler.measure(Opaque(call), aggregate=False)()
     if not kernels:
         raise RuntimeError("CUPTI: expected the kernels of a call, got none; run without another profiler")

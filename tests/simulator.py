@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 from pallas_kernels.hopper import pac, tensor_core
-from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes
+from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes, tiles_of
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
@@ -47,10 +47,10 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     then_see("compute", lambda _: (), lambda pipeline: [pipeline.refs.state_free.at[pipeline.warpgroup]])
 
 
-def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple, rotated: Any = None) -> Any:
+def query_scratch(sizes: Sizes, rotated: Any = None) -> Any:
     """Describe the query buffers, [buffers, parts, units, rows, columns]; all in one dtype."""
-    del tiled, rotated
-    packing = sizes.packing
+    del rotated
+    packing, (_, swizzle) = sizes.packing, tiles_of(sizes.query_dtype, sizes.query_columns)
     shape = (sizes.query_buffers, sizes.query_parts, packing.units, packing.rows_of_unit, sizes.query_columns)
     return plgpu.SMEM(shape, sizes.query_dtype, transforms=(swizzle,))
 
@@ -65,8 +65,9 @@ def in_turn(*refs: Any) -> Any:
     return refs
 
 
-def ring_scratch(sizes: Sizes, columns: int, swizzle: Any, tiled: tuple) -> Any:
+def ring_scratch(sizes: Sizes, columns: int) -> Any:
     """Describe a ring of padded rows, [stages, columns / 64, block, 64]."""
+    _, swizzle = tiles_of(sizes.kv_dtype, 64)
     return plgpu.SMEM((sizes.stages, columns // 64, sizes.block, 64), sizes.kv_dtype, transforms=(swizzle,))
 
 

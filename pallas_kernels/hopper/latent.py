@@ -38,7 +38,7 @@ from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline, LatentSi
 from pallas_kernels.hopper.latent_widen import ROTATED, OneBytePipeline
 from pallas_kernels.hopper.long_heads import LongPipeline
 from pallas_kernels.hopper.pac_load import load_blocks
-from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS
+from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, tiles_of
 from pallas_kernels.hopper.pac_prepare import prepare
 from pallas_kernels.hopper.tiling import LONG
 from pallas_kernels.packing import TILE_ROWS
@@ -128,15 +128,14 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
 
 def _scratch(sizes: LatentSizes) -> dict[str, Any]:
     """Describe shared memory and barriers."""
-    swizzle = plgpu.SwizzleTransform(128)
-    tiled = (plgpu.TilingTransform((8, 64)), swizzle)
+    tiled = tiles_of(sizes.dtype, 64)
     stages, block, is_one_byte = sizes.stages, sizes.block, sizes.is_one_byte
     right = plgpu.SMEM((stages, block, sizes.head_dim - HALF), sizes.dtype, transforms=tiled)
     # What is widened has no copies that arrive by themselves. The mask comes with what scores begin with.
     copies, with_mask = sizes.pages_per_block, not sizes.has_values_apart
     left_arrivals, right_arrivals = (1, 1) if is_one_byte else (copies + with_mask, copies)
     return {
-        "query_buffers": tensor_core.query_scratch(sizes, swizzle, tiled, ROTATED if is_one_byte else None),  # `Query`
+        "query_buffers": tensor_core.query_scratch(sizes, ROTATED if is_one_byte else None),  # `Query`
         "left_ring": plgpu.SMEM((stages, block, HALF), sizes.dtype, transforms=tiled),
         **(latent_widen.scratch(sizes, tiled) if is_one_byte else {"right_ring": right}),
         **(long_heads.scratch(sizes, tiled) if sizes.has_values_apart else {}),

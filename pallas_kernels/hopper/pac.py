@@ -116,18 +116,17 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
 
 def _scratch(sizes: Sizes) -> dict[str, Any]:
     """Describe shared memory and barriers."""
-    of_query = tiles_of(sizes.query_dtype, sizes.query_columns)
 
     def ring(columns: int) -> Any:
-        tiled = tiles_of(sizes.kv_dtype, sizes.query_columns)
         if sizes.is_padded:
-            return tensor_core.ring_scratch(sizes, columns, tiled[1], tiled)
+            return tensor_core.ring_scratch(sizes, columns)
+        tiled = tiles_of(sizes.kv_dtype, sizes.query_columns)
         return plgpu.SMEM((sizes.stages, sizes.block, columns), sizes.kv_dtype, transforms=tiled)
 
     copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
     of_block = sizes.pages_per_block * sizes.copies_of_page
     return {
-        "query_buffers": tensor_core.query_scratch(sizes, of_query[1], of_query),  # `Query`
+        "query_buffers": tensor_core.query_scratch(sizes),  # `Query`
         "key_ring": ring(sizes.head_dim),
         "value_ring": ring(sizes.value_head_dim),
         # Readers, and positions with causal masks and windows, of each token.
@@ -144,5 +143,6 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "values_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
         "state_full": plgpu.Barrier(num_barriers=LANES),
         "state_free": plgpu.Barrier(num_barriers=LANES),
+        # `values_free` among them, since who widens gives values back.
         **(widen.scratch(sizes) if isinstance(sizes, OneByteSizes) else {}),
     }

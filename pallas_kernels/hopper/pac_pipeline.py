@@ -2,9 +2,9 @@
 
     barrier          one for each     arrives, how often                        waits
     query_together   query buffer     the copy of a tile in one piece,          both lanes, before the segment's scores;
-                                      once for each 64 columns                  the one of the two that the tile came by
+                                      once for each part of its columns         the one of the two that the tile came by
     query_scattered  query buffer     the copies of a tile unit by unit,        as query_together
-                                      once for each unit and 64 columns
+                                      once for each unit and part
     query_free       query buffer     each lane, when the segment is done       preparer, before it fills the buffer
     keys_full        stage, 3 sets    each copy of each page, the preparer      the lanes that work on the block
                                       once (the mask is in place)

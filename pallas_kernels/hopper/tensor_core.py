@@ -8,17 +8,18 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.compat import transposed
-from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes
+from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes, tiles_of
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
-def query_scratch(sizes: Sizes, swizzle: Any, tiled: tuple, rotated: Any = None) -> Any:
+def query_scratch(sizes: Sizes, rotated: Any = None) -> Any:
     """Describe the query buffers; with a third view if rotated keys have a dtype of their own.
 
     Rows of 128 bytes, or 64, follow each other in the same places with and without tiles of 8 rows. All views begin
     where their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
     """
     shape = (sizes.query_buffers, sizes.query_parts, TILE_ROWS, sizes.query_columns)
+    _, swizzle = tiled = tiles_of(sizes.query_dtype, sizes.query_columns)
     views = [((swizzle,), sizes.query_dtype), (tiled, sizes.query_dtype)]
     views += [] if rotated is None else [(tiled, rotated)]
     return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=view) for view, dtype in views))
@@ -34,12 +35,13 @@ def in_turn(*refs: Any) -> Any:
     return plgpu.RefUnion(*refs)
 
 
-def ring_scratch(sizes: Sizes, columns: int, swizzle: Any, tiled: tuple) -> Any:
+def ring_scratch(sizes: Sizes, columns: int) -> Any:
     """Describe a ring of padded rows: 64 columns by themselves, as in query buffers, and views as of these.
 
     A copy fills tiles of 8 rows only if these divide a head's row.
     """
     shape = (sizes.stages, columns // 64, sizes.block, 64)
+    _, swizzle = tiled = tiles_of(sizes.kv_dtype, 64)
     return plgpu.RefUnion(*(plgpu.SMEM(shape, sizes.kv_dtype, transforms=view) for view in ((swizzle,), tiled)))
 
 

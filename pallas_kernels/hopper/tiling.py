@@ -46,7 +46,9 @@ LONG = {(512, 512): Block(64, 1)}
 _MUCH = (4096, 512)
 _LANES = 2
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_ONE_BYTE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)  # the first one is that of the query
+#: What a query is made into where K and V have one byte: of the two kinds the one with more bits for a number.
+TERM = jnp.float8_e4m3fn
+_ONE_BYTE_DTYPES = (TERM, jnp.float8_e5m2)
 
 
 def tiling(heads: Heads, device: jax.Device) -> Tiling:
@@ -86,7 +88,7 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
             "it takes bfloat16 or float16, the same for all, or float8_e4m3fn or float8_e5m2 for keys and values, "
             f"got {heads.query_dtype} and {heads.kv_dtype}"
         )
-    if not MIXES_EIGHT_BITS and not is_sixteen_bits and heads.kv_dtype != _ONE_BYTE_DTYPES[0]:
+    if not MIXES_EIGHT_BITS and not is_sixteen_bits and heads.kv_dtype != TERM:
         return f"with {heads.kv_dtype} it takes JAX 0.11 or later, got {jax.__version__}"
     sizes = (*BLOCKS, *PADDED, *LONG) if is_sixteen_bits else _ONE_BYTE
     if reason := refusals.of_head_sizes(heads, sizes) or refusals.of_scores(scores):

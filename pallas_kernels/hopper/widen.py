@@ -34,13 +34,12 @@ from pallas_kernels import query_rows
 from pallas_kernels.compat import load
 from pallas_kernels.family import Call
 from pallas_kernels.hopper.pac_pipeline import LANES, Pipeline, Sizes, tiles_of
+from pallas_kernels.hopper.tiling import TERM
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Segment
 
 #: What numbers of 8 bits are made into.
 WIDE = jnp.float16
-#: What the query's terms are: of the two kinds of 8 bits the one with more bits for a number.
-TERM = jnp.float8_e4m3fn
 #: Terms that have the 8 bits of bfloat16.
 _TERMS = 2
 #: The largest number of a row is brought to 2^6 or more, and below 2^7.
