@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from codec_jax.forest import NO_SLOT
-from pallas_kernels.hopper.head_rows import HEAD_DIM, HeadSizes, Norm, Places, Scales
+from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, Scales
 
 _PAGE_SIZE = 8
 
 
-def sizes_of(q_heads: int, kv_heads: int, norm: Norm | None) -> HeadSizes:
-    return HeadSizes(q_heads, kv_heads, HEAD_DIM, norm)
+def sizes_of(q_heads: int, kv_heads: int, norm: Norm | None, head_dim: int = 128) -> HeadSizes:
+    return HeadSizes(q_heads, kv_heads, head_dim, norm)
 
 
 def random_call(rows: int, sizes: HeadSizes, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, Scales, Places]:
@@ -23,21 +23,21 @@ def random_call(rows: int, sizes: HeadSizes, dtype: Any = jnp.bfloat16) -> tuple
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    scales = tuple(jnp.asarray(rng.uniform(0.5, 1.5, HEAD_DIM), dtype) for _ in range(2)) if sizes.norm else None
-    angle = rng.integers(0, 100_000, (rows, 1)) * 10_000.0 ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    scales = tuple(jnp.asarray(rng.uniform(0.5, 1.5, sizes.head_dim), dtype) for _ in range(2)) if sizes.norm else None
+    angle = rng.integers(0, 100_000, (rows, 1)) * 10_000.0 ** (-np.arange(sizes.half) / sizes.half)
     cos, sin = (jnp.asarray(of(angle), jnp.float32) for of in (np.cos, np.sin))
     num_slots = (rows // _PAGE_SIZE + 2) * _PAGE_SIZE
     slots = rng.permutation(num_slots)[:rows].astype(np.int32)
     slots[:3] = NO_SLOT, -1, num_slots
-    pages = num_slots // _PAGE_SIZE, _PAGE_SIZE, sizes.num_kv_heads, HEAD_DIM
-    columns = draw(rows, sizes.num_heads * HEAD_DIM).at[-1, -2:].set(jnp.asarray([jnp.nan, jnp.inf], dtype))
+    pages = num_slots // _PAGE_SIZE, _PAGE_SIZE, sizes.num_kv_heads, sizes.head_dim
+    columns = draw(rows, sizes.num_heads * sizes.head_dim).at[-1, -2:].set(jnp.asarray([jnp.nan, jnp.inf], dtype))
     return columns, scales, Places(cos, sin, jnp.asarray(slots), draw(*pages), draw(*pages))
 
 
 def check_heads(made: Any, columns: Any, scales: Scales, places: Places, sizes: HeadSizes) -> None:
     """Hold the query, and K and V of all token slots, to those in float64."""
     exact = [np.asarray(x, np.float64) for x in (columns, places.cos[:, None], places.sin[:, None])]
-    heads, cos, sin = exact[0].reshape(len(columns), -1, HEAD_DIM), *exact[1:]
+    heads, cos, sin = exact[0].reshape(len(columns), -1, sizes.head_dim), *exact[1:]
     first_key, first_value = sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads
     parts = [heads[:, :first_key], heads[:, first_key:first_value]]
 

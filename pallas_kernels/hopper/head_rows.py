@@ -9,9 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper.tiling import why_not_on
 
-HEAD_DIM = 128
+LANES = 32  # of a warp, which share half a head
 #: Rows of a thread block.
 BLOCK_ROWS = 4
+#: Numbers of a row that one copy takes, at most.
+_MAX_HEAD_DIM = 256
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -34,6 +36,11 @@ class HeadSizes(NamedTuple):
     num_kv_heads: int  # K
     head_dim: int  # H
     norm: Norm | None  # of queries and keys
+
+    @property
+    def half(self) -> int:
+        """Numbers of half a head."""
+        return self.head_dim // 2
 
     @property
     def num_heads(self) -> int:
@@ -59,8 +66,11 @@ def why_not(sizes: HeadSizes, rows: int, dtype: Any, device: Any) -> str | None:
     """Say why the kernel cannot serve so many rows on a device; None if it can."""
     if reason := why_not_on(device):
         return reason
-    if dtype not in _DTYPES or sizes.head_dim != HEAD_DIM:
-        return f"it takes heads of {HEAD_DIM}, bfloat16 or float16, got {sizes.head_dim} and {dtype}"
+    if dtype not in _DTYPES or sizes.head_dim % (2 * LANES) or sizes.head_dim > _MAX_HEAD_DIM:
+        return (
+            f"it takes heads of a multiple of {2 * LANES} up to {_MAX_HEAD_DIM}, bfloat16 or float16, got "
+            f"{sizes.head_dim} and {dtype}"
+        )
     if rows < BLOCK_ROWS:
         return f"it takes at least {BLOCK_ROWS} rows, got {rows}"
     return None

@@ -20,12 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import kernel_on_references, load, store
-from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HEAD_DIM, HeadSizes, Norm, Places, Scales
-
-_LANES = 32  # of a warp
-_HALF = HEAD_DIM // 2
-#: [4, H / 2] over a warpgroup: a row for each warp, numbers side by side for each lane.
-_SPREAD: Any = plgpu.Layout.TILED(plgpu.Tiling(((BLOCK_ROWS, _HALF), (_HALF // _LANES,))), (-3,), (-2,), -1)
+from pallas_kernels.hopper.head_rows import BLOCK_ROWS, LANES, HeadSizes, Places, Scales
 
 Halves = tuple[jax.Array, jax.Array]
 
@@ -36,7 +31,7 @@ def split_heads(
     """Return the query and the pages, as `head_rows.split_heads` promises."""
     count, dtype = columns.shape[0], columns.dtype
     inputs = {
-        "columns": columns.reshape(count, sizes.num_heads, 2, _HALF),
+        "columns": columns.reshape(count, sizes.num_heads, 2, sizes.half),
         "cos": places.cos,
         "sin": places.sin,
         "slots": places.slots,
@@ -49,8 +44,8 @@ def split_heads(
     kernel = kernel_on_references(
         "split_heads",
         lambda *refs: _split(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
-        out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, HEAD_DIM), dtype),
-        scratch_types=[plgpu.SMEM((BLOCK_ROWS, 1, HEAD_DIM), dtype)],
+        out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, sizes.head_dim), dtype),
+        scratch_types=[plgpu.SMEM((BLOCK_ROWS, 1, sizes.head_dim), dtype)],
         mesh=plgpu.Mesh(grid=(-(-count // BLOCK_ROWS), sizes.num_heads), grid_names=("rows", "heads")),
     )
     query = kernel(*inputs.values(), *pages.values())
@@ -65,9 +60,10 @@ def _split(refs: Any, sizes: HeadSizes) -> None:
     first = jnp.minimum(lax.axis_index("rows") * BLOCK_ROWS, total - BLOCK_ROWS)
     rows, head = pl.ds(first, BLOCK_ROWS), lax.axis_index("heads")
     first_key, first_value = sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads
+    spread = _spread(sizes)
 
     def loaded() -> Halves:
-        left, right = (load(refs.columns.at[rows, head, part], _SPREAD) for part in range(2))  # [4, H / 2]
+        left, right = (load(refs.columns.at[rows, head, part], spread) for part in range(2))  # [4, H / 2]
         return left.astype(jnp.float32), right.astype(jnp.float32)
 
     def store_rows(pages: Any, halves: Halves, kv_head: jax.Array) -> None:
@@ -104,31 +100,38 @@ class _Turning(NamedTuple):
     cos: jax.Array
     sin: jax.Array
     scales: Halves | None
-    norm: Norm | None
+    sizes: HeadSizes
 
     @classmethod
     def of(cls, refs: Any, sizes: HeadSizes, rows: Any, scales: str) -> "_Turning":
         """Load it, for queries or for keys."""
-        cos, sin = load(refs.cos.at[rows], _SPREAD), load(refs.sin.at[rows], _SPREAD)
+        spread = _spread(sizes)
+        cos, sin = load(refs.cos.at[rows], spread), load(refs.sin.at[rows], spread)
         if sizes.norm is None:
-            return cls(cos, sin, None, None)
+            return cls(cos, sin, None, sizes)
         stored = getattr(refs, scales)
-        halves = (load(stored.at[half], _SPREAD.reduce(0)) for half in range(2))  # [H / 2]
-        left, right = (_broadcast(sizes.norm.factors(half), 1) for half in halves)
-        return cls(cos, sin, (left, right), sizes.norm)
+        halves = (load(stored.at[half], spread.reduce(0)) for half in range(2))  # [H / 2]
+        left, right = (_broadcast(sizes.norm.factors(half), 1, sizes) for half in halves)
+        return cls(cos, sin, (left, right), sizes)
 
     def __call__(self, left: jax.Array, right: jax.Array) -> Halves:
         """Return the norm of a head, rotated."""
-        if self.norm is not None and self.scales is not None:
-            mean = (jnp.sum(left * left, axis=1) + jnp.sum(right * right, axis=1)) / HEAD_DIM  # [4]
-            factor = _broadcast(lax.rsqrt(mean + self.norm.epsilon), 0)
+        if self.sizes.norm is not None and self.scales is not None:
+            mean = (jnp.sum(left * left, axis=1) + jnp.sum(right * right, axis=1)) / self.sizes.head_dim  # [4]
+            factor = _broadcast(lax.rsqrt(mean + self.sizes.norm.epsilon), 0, self.sizes)
             left, right = left * factor * self.scales[0], right * factor * self.scales[1]
         return left * self.cos - right * self.sin, right * self.cos + left * self.sin
 
 
-def _broadcast(x: jax.Array, dimension: int) -> jax.Array:
+def _spread(sizes: HeadSizes) -> Any:
+    """Return how [4, H / 2] lies over a warpgroup: a row for each warp, numbers side by side for each lane."""
+    tiling = plgpu.Tiling(((BLOCK_ROWS, sizes.half), (sizes.half // LANES,)))
+    return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
+
+
+def _broadcast(x: jax.Array, dimension: int, sizes: HeadSizes) -> jax.Array:
     """Repeat numbers of rows (0) or of columns (1)."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BLOCK_ROWS, _HALF), [dimension]), _SPREAD)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BLOCK_ROWS, sizes.half), [dimension]), _spread(sizes))
 
 
 def _finite(x: jax.Array, dtype: Any) -> jax.Array:
@@ -140,4 +143,4 @@ def _finite(x: jax.Array, dtype: Any) -> jax.Array:
 def _put(target: Any, halves: Halves) -> None:
     """Store a head of some rows, [4, H]."""
     for i, half in enumerate(halves):
-        store(target.at[:, pl.ds(i * _HALF, _HALF)], half.astype(target.dtype))
+        store(target.at[:, pl.ds(i * half.shape[1], half.shape[1])], half.astype(target.dtype))
