@@ -34,7 +34,7 @@ DOCUMENTS, REQUESTS = (32_768, 120_000), (16, 64)
 #: compute; what is none of these is "other": norms, rotation, writing K and V, rows in the order of experts, sampling.
 _ATTENTION = ("mosaic_gpu", "cudnn", "sdpa")
 PARTS = (
-    ("other", ("split_heads",)),
+    ("other", ("split_heads", "arranged")),
     ("experts", ("experts",)),
     ("attention", _ATTENTION),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),

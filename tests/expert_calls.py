@@ -1,11 +1,13 @@
-"""Mixtures of experts in float64, token by token: what every way to compute them is held to."""
+"""What every way to compute mixtures of experts is held to: float64, token by token, and lists of rows."""
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from codec_jax.nnx.expert_products import Chosen, Weights
+from pallas_kernels.expert_rows import ROW_GROUP
 
 
 class Sizes(NamedTuple):
@@ -58,3 +60,30 @@ def gates(activation: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     if activation == "clamped":
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
     return gate / (1 + np.exp(-slope * gate)) * up
+
+
+def random_choices(tokens: int, num_experts: int, chosen: int, depth: int, seed: int) -> tuple[jax.Array, np.ndarray]:
+    """Some experts are popular, some choices are elsewhere, and a token is not finite."""
+    rng = np.random.default_rng(seed)
+    liking = rng.random((tokens, num_experts + 2)) + 2 * (rng.random(num_experts + 2) < rng.random() / 2)
+    expert = np.argsort(-liking, axis=1)[:, :chosen].astype(np.int32) - 1  # -1 and E are nobody's
+    x = jnp.asarray(rng.normal(size=(tokens, depth)), jnp.bfloat16)
+    return x.at[seed % (tokens + 1)].set(jnp.nan), expert
+
+
+def check_rows(x: Any, expert: np.ndarray, num_experts: int, made: Any) -> None:
+    rows, place, tiles = jax.tree.map(np.asarray, made)
+    x, rows = (np.asarray(each, np.float32) for each in (x, rows))
+    first, cut = 0, []
+    for number in range(num_experts):
+        tokens, at = np.nonzero(expert == number)
+        own = slice(first, first + len(tokens))
+        assert place[tokens, at].tolist() == list(range(own.start, own.stop))
+        np.testing.assert_array_equal(rows[own], x[tokens])
+        cut += [(number, first, len(tokens))] * (len(tokens) > 0)
+        first += -(-len(tokens) // ROW_GROUP) * ROW_GROUP
+    assert first <= len(rows)
+    assert (place[(expert < 0) | (expert >= num_experts)] == len(rows)).all()
+    assert list(zip(*(field[: len(cut)] for field in tiles[:3]), strict=True)) == cut
+    assert tiles.end[-1] == len(cut)
+    assert not tiles.rows[len(cut) :].any()

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.expert_rows import ExpertRows, most_tiles, rows_of_experts, tiles_of
+from pallas_kernels.expert_rows import most_tiles, rows_of_experts, tiles_of
 from pallas_kernels.gates import Activation, gated
 from pallas_kernels.hopper import experts as hopper
 
@@ -67,9 +67,8 @@ def map_tokens(
     device = jax.devices()[0]
     reason = hopper.why_not(x, weights.down, device)
     if reason is None:
-        rows = rows_of_experts(chosen.expert, len(weights.down))
-        made = hopper.map_rows(x, rows, *weights, activation=activation, num_ctas=device.core_count)
-        return _added(made, rows, chosen, x.dtype)
+        made, place = hopper.map_rows(x, chosen.expert, *weights, activation=activation, num_ctas=device.core_count)
+        return _added(made, place, chosen, x.dtype)
     if device.platform == "gpu":
         # The registry of `warnings` shows a text once per process and line.
         warnings.warn(f"mixtures run without a kernel, which is correct but slow on a GPU; {reason}", stacklevel=1)
@@ -120,12 +119,14 @@ def _by_tiles(
         return _product("etf,efd->etd", hidden, own.down, own.down_bias)[0]
 
     made = lax.map(run, (tiles.expert, rows.token.reshape(-1, _TILE_ROWS)))
-    return _added(made.reshape(-1, x.shape[1]), rows, chosen, x.dtype)
+    return _added(made.reshape(-1, x.shape[1]), rows.place, chosen, x.dtype)
 
 
-def _added(made: Float[Array, "R D"], rows: ExpertRows, chosen: Chosen, dtype: jnp.dtype) -> Float[Array, "tokens D"]:
+def _added(
+    made: Float[Array, "R D"], place: Int[Array, "tokens chosen"], chosen: Chosen, dtype: jnp.dtype
+) -> Float[Array, "tokens D"]:
     """Add up what was made of a token's rows, by the shares of the experts; nothing of what is on other devices."""
-    of_token = made.at[rows.place].get(mode="fill", fill_value=0)  # [tokens, chosen, D]
+    of_token = made.at[place].get(mode="fill", fill_value=0)  # [tokens, chosen, D]
     return (of_token.astype(jnp.float32) * chosen.share[..., None]).sum(axis=1).astype(dtype)
 
 

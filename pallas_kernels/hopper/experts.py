@@ -1,13 +1,13 @@
-"""The experts of a mixture on Hopper GPUs: what they make of rows in the order of the experts, in two launches."""
+"""The experts of a mixture on Hopper GPUs: tokens in the order of the experts, and what those make of them."""
 
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.expert_rows import ExpertRows, tiles_of
+from pallas_kernels.expert_rows import rows_of_experts, tiles_of
 from pallas_kernels.gates import Activation
 from pallas_kernels.hopper.tiling import why_not_on
 from pallas_kernels.varying import unvaried, vary_like
@@ -35,7 +35,7 @@ def why_not(rows: Any, down: Any, device: Any) -> str | None:
 @jax.enable_x64(False)  # the kernels count in int32
 def map_rows(
     x: Float[Array, "T D"],
-    rows: ExpertRows,
+    expert: Int[Array, "T chosen"],
     gate_up: Float[Array, "E D 2F"],
     down: Float[Array, "E F D"],
     gate_up_bias: Float[Array, "E 2F"] | None,
@@ -43,13 +43,23 @@ def map_rows(
     *,
     activation: Activation,
     num_ctas: int,
-) -> Float[Array, "R D"]:
-    """Return what its expert makes of each row; rows that no token has may be anything."""
+) -> tuple[Float[Array, "R D"], Int[Array, "T chosen"]]:
+    """Return what its expert makes of each row, and which rows a token has, as `ExpertRows.place`.
+
+    Rows that no token has may be anything.
+    """
     # A JAX that was built without GPU support may not have their dialect.
+    from pallas_kernels.hopper.arrange import arrange, pays
     from pallas_kernels.hopper.grouped import TILE_ROWS, grouped_product
 
-    given = x, rows, gate_up, down, gate_up_bias, down_bias
-    x, rows, gate_up, down, gate_up_bias, down_bias = jax.tree.map(unvaried, given)
-    tiles = tiles_of(rows, TILE_ROWS)
-    hidden = grouped_product(x[rows.token], gate_up, gate_up_bias, tiles, activation=activation, num_ctas=num_ctas)
-    return vary_like(grouped_product(hidden, down, down_bias, tiles, num_ctas=num_ctas), given)
+    given = x, expert, gate_up, down, gate_up_bias, down_bias
+    x, expert, gate_up, down, gate_up_bias, down_bias = jax.tree.map(unvaried, given)
+    tokens, chosen = expert.shape
+    if pays(tokens, chosen, len(down)):
+        rows, place, tiles = arrange(x, expert, len(down))
+    else:
+        order = rows_of_experts(expert, len(down))
+        rows, place, tiles = x[order.token], order.place, tiles_of(order, TILE_ROWS)
+    hidden = grouped_product(rows, gate_up, gate_up_bias, tiles, activation=activation, num_ctas=num_ctas)
+    made = grouped_product(hidden, down, down_bias, tiles, num_ctas=num_ctas)
+    return vary_like(made, given), vary_like(place, given)

@@ -50,7 +50,7 @@ def test_the_kernel_compiles_without_spills_and_its_products_overlap() -> None:
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-3000:]
-    assert len(re.findall(r"Used (\d+) registers", said)) == 4
+    assert len(re.findall(r"Used (\d+) registers", said)) == 6
     assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)) == {("0", "0")}
     # ptxas says C7510 where it makes wgmma wait for each other.
     assert "C7510" not in said

@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_calls import Sizes, exact, random_call
+from expert_calls import Sizes, check_rows, exact, random_call, random_choices
 
 if not hasattr(plgpu, "InterpretGPUParams"):
     pytest.skip(
@@ -20,7 +20,7 @@ from simulator import read
 
 from codec_jax.nnx import expert_products
 from codec_jax.nnx.expert_products import map_tokens
-from pallas_kernels.hopper import experts, grouped
+from pallas_kernels.hopper import arrange, experts, grouped
 
 GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=2)
 
@@ -44,7 +44,8 @@ class Interpreted:
 
 @pytest.fixture(autouse=True)
 def _interpreted_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(grouped, "plgpu", Interpreted())
+    for kernel in (arrange, grouped):
+        monkeypatch.setattr(kernel, "plgpu", Interpreted())
     monkeypatch.setattr(expert_products.jax, "devices", lambda: [GPU])
     experts.map_rows.clear_cache()
     yield
@@ -61,6 +62,16 @@ def test_the_interpreted_kernel_is_exact_without_races(capsys: pytest.CaptureFix
     want = exact(x, chosen, weights, "clamped")
     assert np.isnan(want).any(axis=1).nonzero()[0].tolist() == [7]
     np.testing.assert_allclose(got, want, atol=0.03 * np.nanstd(want), rtol=0.02)
+    assert RACE not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [(5, 6, 3, 128), (9, 70, 8, 64), (1, 1, 1, 64)], ids=str)
+def test_interpreted_tokens_get_their_rows_without_races(
+    sizes: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in range(3):
+        x, expert = random_choices(*sizes, seed)
+        check_rows(x, expert, sizes[1], arrange.arrange(x, jnp.asarray(expert), sizes[1]))
     assert RACE not in capsys.readouterr().out
 
 

@@ -1,0 +1,180 @@
+"""Tokens of a decode step to the rows of their experts on Hopper GPUs, in one launch from choices to rows.
+
+`expert_rows` says which row is whose; XLA takes some ten kernels for it. Here each token has a thread block, and each
+of those counts all choices for itself, as waiting for one that counts would take longer:
+
+    choices of all tokens ─► how many chose each expert, and how many of them before this token      [64, 64] at a time
+                          ─► rows of the experts before each one                                     [64, 64] at a time
+    the token's numbers ───► shared memory ─► one copy for each of its experts, to the row that it has there
+    the first thread block ─► the tiles: of so few tokens an expert has one, or none
+
+A row of a [64, 64] block is an expert, a column a choice or an expert: sums along rows stay within the lanes of a warp.
+
+    barrier   arrives, how often        waits
+    loaded    the copy of the token     all, before they copy it on
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load, store
+from pallas_kernels.expert_rows import ROW_GROUP, Tiles, most_tiles
+
+#: Tokens up to which an expert has no more than one tile.
+_MAX_TOKENS = 128
+#: Up to here it was faster than XLA's kernels on an H200; time grows with their product, and with that of experts.
+_MAX_CHOICES, _MAX_EXPERTS = 512, 128
+_SIDE = 64  # of a block
+_NOBODY = -1  # a choice of an expert that is not here, and what fills a block
+_SHIFT = 10  # bits of a sum that count all tokens; those above count the ones before
+_ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+def pays(tokens: int, chosen: int, num_experts: int) -> bool:
+    """Whether it takes so many tokens, each with so many experts, in less time than XLA."""
+    return tokens <= _MAX_TOKENS and tokens * chosen <= _MAX_CHOICES and num_experts <= _MAX_EXPERTS
+
+
+def arrange(x: jax.Array, expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, Tiles]:
+    """Copy each token to a row of each of its experts.
+
+    Args:
+      x: [T, D], of 16 bits, T at most 128, D a multiple of 64.
+      expert: [T, chosen], int32, the experts of each token, all different; those out of bounds get no row.
+      num_experts: E.
+
+    Returns the rows [R, D], in the order of their experts, of which those that no token has may be anything; the place
+    of each token's rows, as `ExpertRows.place`; and the tiles of `expert_rows.tiles_of`, at most one of an expert.
+    """
+    (tokens, depth), chosen = x.shape, expert.shape[1]
+    size = most_tiles(expert.size, num_experts, ROW_GROUP) * ROW_GROUP
+    room, listed = (-(-count // _SIDE) * _SIDE for count in (num_experts, expert.size))
+    pieces = depth // _SIDE
+    tables = {f"tile_{name}": jax.ShapeDtypeStruct((room,), jnp.int32) for name in Tiles._fields}
+    outputs = {
+        "out_rows": jax.ShapeDtypeStruct((size, pieces, _SIDE), x.dtype),
+        "out_place": jax.ShapeDtypeStruct((expert.size,), jnp.int32),
+    } | tables
+    of_experts = plgpu.SMEM((room,), jnp.int32)
+    scratch: dict[str, Any] = {
+        "token": plgpu.SMEM((1, pieces, _SIDE), x.dtype),
+        "first": of_experts, "before": of_experts, "count": of_experts, "upto": of_experts,
+        "loaded": plgpu.Barrier(num_arrivals=1),
+    }  # fmt: skip
+    names = ["x", "choice", *outputs, *scratch]
+
+    def arranged(*refs: Any) -> None:  # the name that profilers show
+        _arrange(SimpleNamespace(**dict(zip(names, refs, strict=True))), chosen)
+
+    kernel = plgpu.kernel(
+        arranged,
+        out_type=list(outputs.values()),
+        scratch_types=list(scratch.values()),
+        grid=(tokens,),
+        grid_names=("token",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    is_here = (expert >= 0) & (expert < num_experts)
+    choice = jnp.where(is_here, expert, _NOBODY).reshape(-1)
+    choice = jnp.pad(choice, (0, listed - expert.size), constant_values=_NOBODY)
+    rows, place, *tiles = kernel(x.reshape(tokens, pieces, _SIDE), choice)
+    return rows.reshape(size, depth), place.reshape(expert.shape), Tiles(*tiles)
+
+
+def _arrange(refs: Any, chosen: int) -> None:
+    """Do one token; the first thread block also lists the tiles."""
+    token = lax.axis_index("token")
+    plgpu.copy_gmem_to_smem(refs.x.at[pl.ds(token, 1)], refs.token, refs.loaded)
+    _count(refs, token * chosen)
+    _sum_up(refs)
+    plgpu.barrier_wait(refs.loaded)
+    for i in range(chosen):
+        at = token * chosen + i
+        expert = refs.choice[at]
+        is_here = expert != _NOBODY
+        own = jnp.where(is_here, expert, 0)
+        row = refs.first[own] + refs.before[own]
+        refs.out_place[at] = jnp.where(is_here, row, refs.out_rows.shape[0])
+
+        @pl.when(is_here)
+        def _copy(row: jax.Array = row) -> None:
+            plgpu.copy_smem_to_gmem(refs.token, refs.out_rows.at[pl.ds(row, 1)])
+
+    @pl.when(token == 0)
+    def _list() -> None:
+        _list_tiles(refs)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _count(refs: Any, first_choice: jax.Array) -> None:
+    """Count who chose each expert, all of them and those before the token."""
+    for begin in _blocks(refs.count):
+        expert = _index(0) + begin
+        total = _zeros()
+        for at in _blocks(refs.choice):
+            choice = load(refs.choice.at[pl.ds(at, _SIDE)], _COLUMNS)
+            counts = jnp.where(_index(1) + at < first_choice, 1 + (1 << _SHIFT), 1)  # [64, 64]
+            total += jnp.where(_across(choice) == expert, counts, 0).sum(axis=1)  # [64]
+        store(refs.before.at[pl.ds(begin, _SIDE)], total >> _SHIFT)
+        store(refs.count.at[pl.ds(begin, _SIDE)], total & ((1 << _SHIFT) - 1))
+    plgpu.commit_smem()
+
+
+def _sum_up(refs: Any) -> None:
+    """Find each expert's first row, and how many experts up to it have rows."""
+    for begin in _blocks(refs.count):
+        expert = _index(0) + begin
+        first, upto = _zeros(), _zeros()
+        for at in _blocks(refs.count):
+            other, count = _index(1) + at, load(refs.count.at[pl.ds(at, _SIDE)], _COLUMNS)
+            rows = (count + (ROW_GROUP - 1)) & -ROW_GROUP
+            first += jnp.where(other < expert, _across(rows), 0).sum(axis=1)
+            upto += jnp.where(other <= expert, _across(jnp.minimum(count, 1)), 0).sum(axis=1)
+        store(refs.first.at[pl.ds(begin, _SIDE)], first)
+        store(refs.upto.at[pl.ds(begin, _SIDE)], upto)
+    plgpu.commit_smem()
+
+
+def _list_tiles(refs: Any) -> None:
+    """Write the tiles: number i is that of the expert with rows up to which there are i + 1."""
+    for begin in _blocks(refs.count):
+        number = _index(0) + begin
+        expert, first, rows = _zeros(), _zeros(), _zeros()
+        for at in _blocks(refs.count):
+            part = pl.ds(at, _SIDE)
+            upto, starts, count = (_across(load(ref.at[part], _COLUMNS)) for ref in (refs.upto, refs.first, refs.count))
+            is_its = (upto == number + 1) & (count > 0)
+            expert += jnp.where(is_its, _index(1) + at, 0).sum(axis=1)
+            first += jnp.where(is_its, starts, 0).sum(axis=1)
+            rows += jnp.where(is_its, count, 0).sum(axis=1)
+        part = pl.ds(begin, _SIDE)
+        upto = load(refs.upto.at[part], _ROWS)
+        for name, values in {"expert": expert, "first": first, "rows": rows, "end": upto}.items():
+            store(getattr(refs, f"tile_{name}").at[part], values)
+
+
+def _blocks(ref: Any) -> range:
+    """Return where the blocks of an array begin."""
+    return range(0, ref.shape[0], _SIDE)
+
+
+def _index(dimension: int) -> jax.Array:
+    """Return the number of each row (0) or column (1) of a block."""
+    return plgpu.broadcasted_iota(jnp.int32, (_SIDE, _SIDE), dimension, layout=plgpu.Layout.WGMMA)
+
+
+def _across(values: jax.Array) -> jax.Array:
+    """Repeat what columns have for all rows of a block."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, (_SIDE, _SIDE), [1]), plgpu.Layout.WGMMA)
+
+
+def _zeros() -> jax.Array:
+    """Return a number for each row of a block."""
+    return plgpu.layout_cast(jnp.zeros(_SIDE, jnp.int32), _ROWS)
