@@ -1,7 +1,7 @@
 """Tokens of a decode step to the rows of their experts on Hopper GPUs, in one launch from choices to rows.
 
-`expert_rows` says which row is whose; XLA takes some ten kernels for it. Here each token has a thread block, and each
-of those counts all choices for itself, as waiting for one that counts would take longer:
+`expert_rows` says which row is whose; XLA takes nine kernels for it. Here each token has a thread block, and each of
+those counts all choices for itself, as waiting for one that counts would take longer:
 
     choices of all tokens ─► how many chose each expert, and how many of them before this token      [64, 64] at a time
                           ─► rows of the experts before each one                                     [64, 64] at a time
@@ -25,27 +25,29 @@ from jax import lax
 
 from pallas_kernels.compat import load, store
 from pallas_kernels.expert_rows import ROW_GROUP, Tiles, most_tiles
+from pallas_kernels.hopper.grouped import TILE_ROWS
 
-#: Tokens up to which an expert has no more than one tile.
-_MAX_TOKENS = 128
-#: Up to here it was faster than XLA's kernels on an H200; time grows with their product, and with that of experts.
+#: So many, and 64 choices of 32 experts, took less time than with XLA on an H200. Time grows with the product of both.
 _MAX_CHOICES, _MAX_EXPERTS = 512, 128
 _SIDE = 64  # of a block
+_MAX_PIECES = 256  # of a token, 64 numbers each: what a copy takes
 _NOBODY = -1  # a choice of an expert that is not here, and what fills a block
 _SHIFT = 10  # bits of a sum that count all tokens; those above count the ones before
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-def pays(tokens: int, chosen: int, num_experts: int) -> bool:
-    """Whether it takes so many tokens, each with so many experts, in less time than XLA."""
-    return tokens <= _MAX_TOKENS and tokens * chosen <= _MAX_CHOICES and num_experts <= _MAX_EXPERTS
+def pays(x: jax.Array, expert: jax.Array, num_experts: int) -> bool:
+    """Whether it can take tokens to their experts, and in less time than XLA; arguments as in `arrange`."""
+    # Of tokens that fit one tile, no expert has more than one.
+    fits = len(x) <= TILE_ROWS and x.shape[1] <= _MAX_PIECES * _SIDE
+    return fits and expert.size <= _MAX_CHOICES and num_experts <= _MAX_EXPERTS
 
 
 def arrange(x: jax.Array, expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, Tiles]:
     """Copy each token to a row of each of its experts.
 
     Args:
-      x: [T, D], of 16 bits, T at most 128, D a multiple of 64.
+      x: [T, D], of 16 bits, T at most 128, D a multiple of 64, 16,384 at most.
       expert: [T, chosen], int32, the experts of each token, all different; those out of bounds get no row.
       num_experts: E.
 

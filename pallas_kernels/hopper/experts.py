@@ -54,8 +54,7 @@ def map_rows(
 
     given = x, expert, gate_up, down, gate_up_bias, down_bias
     x, expert, gate_up, down, gate_up_bias, down_bias = jax.tree.map(unvaried, given)
-    tokens, chosen = expert.shape
-    if pays(tokens, chosen, len(down)):
+    if pays(x, expert, len(down)):
         rows, place, tiles = arrange(x, expert, len(down))
     else:
         order = rows_of_experts(expert, len(down))

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper.tiling import why_not_on
 
-LANES = 32  # of a warp, which share half a head
-#: Each lane loads 1, 2 or 4 numbers at once; with 3 of them results were wrong on an H200.
+#: A lane loads 1, 2 or 4 numbers of half a head at once; heads of 192, with 3, were wrong on an H200.
 _HEAD_DIMS = (64, 128, 256)
 #: Rows of a thread block.
 BLOCK_ROWS = 4

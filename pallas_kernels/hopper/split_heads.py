@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import kernel_on_references, load, store
-from pallas_kernels.hopper.head_rows import BLOCK_ROWS, LANES, HeadSizes, Places, Scales
+from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HeadSizes, Places, Scales
+
+_LANES = 32  # of a warp
 
 Halves = tuple[jax.Array, jax.Array]
 
@@ -125,7 +127,7 @@ class _Turning(NamedTuple):
 
 def _spread(sizes: HeadSizes) -> Any:
     """Return how [4, H / 2] lies over a warpgroup: a row for each warp, numbers side by side for each lane."""
-    tiling = plgpu.Tiling(((BLOCK_ROWS, sizes.half), (sizes.half // LANES,)))
+    tiling = plgpu.Tiling(((BLOCK_ROWS, sizes.half), (sizes.half // _LANES,)))
     return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
 
 

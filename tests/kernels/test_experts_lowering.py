@@ -54,6 +54,17 @@ def test_a_mixture_lowers_for_cuda_as_three_kernels_without_sorts_and_loops(
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
+@pytest.mark.parametrize(
+    "sizes",
+    [(129, 8, 1, 64, 64), (65, 128, 8, 64, 64), (5, 129, 2, 64, 64), (5, 8, 2, 16_448, 64)],
+    ids=["tokens", "choices", "experts", "numbers of a token"],
+)
+def test_more_than_one_launch_arranges_takes_two_kernels_after_those_of_xla(sizes: tuple[int, ...]) -> None:
+    text = lower(sizes, False, jnp.bfloat16, "silu").as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
 def test_the_kernel_lowers_for_the_devices_of_a_mesh() -> None:
     mesh, spec = jax.sharding.Mesh(jax.devices("cpu")[:2], ("tensor",)), jax.sharding.PartitionSpec
 
