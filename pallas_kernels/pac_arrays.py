@@ -29,7 +29,7 @@ class PacSizes:
     causal: bool
     windowed: bool
     token_planes: tuple[str, ...]  # what is given of each token, not of each page: readers, and positions with a window
-    dtype: Any  # of products
+    query_dtype: Any
 
     @classmethod
     def of(cls, call: Call, scores: Scores, stages: int, **others: Any) -> Any:
@@ -50,9 +50,14 @@ class PacSizes:
             causal=tokens > 1 and call.readers_of_tokens is None,
             windowed=call.first_position is not None,
             token_planes=tuple(name for name in planes if getattr(call, name) is not None),
-            dtype=call.query.dtype,
+            query_dtype=call.query.dtype,
             **others,
         )
+
+    @property
+    def dtype(self) -> Any:
+        """That of products."""
+        return self.query_dtype
 
     @property
     def has_positions(self) -> bool:

@@ -17,7 +17,8 @@ import pytest
 from jax import lax
 
 from pallas_kernels.hopper import pac, tensor_core
-from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes, tiles_of
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, PaddedRing, Pipeline, Query, Sizes, tiles_of
+from pallas_kernels.hopper.terms import TERM, in_terms
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
@@ -25,7 +26,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     for function in (
-        query_scratch, query_views, ring_scratch, ring_views, view_units, multiply_keys, multiply_values,
+        query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms, multiply_keys, multiply_values,
     ):  # fmt: skip
         monkeypatch.setattr(tensor_core, function.__name__, function)
 
@@ -47,17 +48,32 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     then_see("compute", lambda _: (), lambda pipeline: [pipeline.refs.state_free.at[pipeline.warpgroup]])
 
 
-def query_scratch(sizes: Sizes, rotated: Any = None) -> Any:
-    """Describe the query buffers, [buffers, parts, units, rows, columns]; all in one dtype."""
-    del rotated
-    packing, (_, swizzle) = sizes.packing, tiles_of(sizes.query_dtype, sizes.query_columns)
-    shape = (sizes.query_buffers, sizes.query_parts, packing.units, packing.rows_of_unit, sizes.query_columns)
-    return plgpu.SMEM(shape, sizes.query_dtype, transforms=(swizzle,))
+def query_scratch(sizes: Sizes, other: Any = None) -> Any:
+    """Describe the query buffers, [buffers, parts, units, rows, columns]; terms of 8 bits have memory of their own."""
+    packing = sizes.packing
+
+    def buffers(parts: int, dtype: Any) -> Any:
+        shape = (sizes.query_buffers, parts, packing.units, packing.rows_of_unit, COLUMNS)
+        return plgpu.SMEM(shape, dtype, transforms=tiles_of(dtype, COLUMNS)[1:])
+
+    copied = buffers(sizes.query_parts, sizes.query_dtype)
+    return (copied, buffers(2 * sizes.query_parts, TERM)) if other == TERM else copied
 
 
 def query_views(refs: Any) -> Query:
-    """All views are the same."""
-    return Query(refs, refs, refs)
+    """All views are the same, but for terms."""
+    copied, others = refs if isinstance(refs, tuple) else (refs, refs)
+    return Query(copied, copied, others)
+
+
+def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> None:
+    """Put terms of a tile of the query in their own memory, and factors of its rows beside it."""
+    refs = pipeline.refs
+    given = read(refs.query_buffers.tiles.at[buffer])  # [parts, units, rows, columns]
+    scale, *terms = in_terms([part.reshape(-1, COLUMNS) for part in given])
+    refs.row_scale.at[buffer][...] = jnp.pad(scale * key_scale, (0, TILE_ROWS - len(scale)), constant_values=jnp.nan)
+    for at, part in enumerate(part for term in terms for part in term):
+        refs.query_buffers.others.at[buffer, at][...] = part.reshape(given.shape[1:])
 
 
 def in_turn(*refs: Any) -> Any:
@@ -83,18 +99,20 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
 
 def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
     """Return a tile of the query, [64, H]; of several terms, one after the other, their sum."""
-    parts = read(pipeline.refs.query_buffers.tiles.at[buffer])  # [parts, units, rows, columns]
-    of_rows = parts.reshape(-1, pipeline.sizes.parts_of_keys, parts.shape[1] * parts.shape[2], parts.shape[3])
+    parts = read(pipeline.query(buffer))  # [parts, units, rows, columns]
+    of_rows = parts.reshape(-1, pipeline.sizes.query_parts, parts.shape[1] * parts.shape[2], parts.shape[3])
     of_rows = of_rows[0] if of_rows.shape[0] == 1 else of_rows.astype(jnp.float32).sum(axis=0)
     rows = jnp.moveaxis(of_rows, 0, 1).reshape(of_rows.shape[1], -1)
     # Rows that are not in use may hold anything on a GPU.
     return jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)
 
 
-def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any, issued: Callable[[], None]) -> jax.Array:
     """Return the products of a tile of the query and a block of keys, [64, block]."""
     query = query_tile(pipeline, buffer)
-    return multiply(query, rows_of(pipeline, keys).T.astype(query.dtype))
+    products = multiply(query, rows_of(pipeline, keys).T.astype(query.dtype))
+    issued()
+    return products
 
 
 def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:

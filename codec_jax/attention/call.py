@@ -149,7 +149,7 @@ def forest_attention(
     for name, factor in (("key_scale", key_scale), ("value_scale", value_scale)):
         if factor is not None:
             _check_scale(name, factor, keys, of_latents=quantisation is not None)
-    if is_one_byte:
+    if quantisation is not None or value_scale is not None:
         query = query.astype(jnp.float32)  # and so is the output, so that its scale does not round it a second time
     scale = None if scale is None else checks.number("scale", scale)
     if softcap is not None and checks.number("softcap", softcap) <= 0:

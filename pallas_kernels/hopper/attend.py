@@ -22,13 +22,13 @@ def attend(call: Call, scores: Scores) -> tuple[Array, Array, Array]:
     from pallas_kernels.hopper.latent import latent_pac
     from pallas_kernels.hopper.pac import pac
     from pallas_kernels.hopper.por import por
-    from pallas_kernels.hopper.widen import WIDE
 
     def partials(call: Call) -> tuple[Array, ...]:
         if (call.plan.heads.head_dim, call.plan.heads.value_head_dim) in LONG:
             return latent_pac(call, scores)
-        is_one_byte = call.key_pages.dtype.itemsize == 1
-        return pac(call._replace(query=call.query.astype(WIDE)) if is_one_byte else call, scores)
+        if call.query.dtype == jnp.float32:  # terms of 8 bits hold no more of it
+            call = call._replace(query=call.query.astype(jnp.bfloat16))
+        return pac(call, scores)
 
     out, row_max, row_sum = two_launches.run(padded(call), partials, por)
     return out[..., : call.plan.heads.value_head_dim], row_max, row_sum

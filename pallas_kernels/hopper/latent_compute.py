@@ -18,7 +18,6 @@ from pallas_kernels.hopper.pac_compute import (
     broadcast_rows,
     clear_other_rows,
     mask_scores,
-    wait_for_query,
 )
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Segment
@@ -41,7 +40,7 @@ def score(pipeline: LatentPipeline) -> None:
     def work(segment: Segment, _: Segment, done: jax.Array, buffer: jax.Array, __: None) -> None:
         zero, one = jnp.int32(0), jnp.int32(1)
         lane = LaneWork(segment=segment, tile=zero, buffer=buffer, done=done, stride=one, first=zero)
-        wait_for_query(pipeline, segment.query_start0, buffer)
+        pipeline.wait_for_query(segment.query_start0, buffer)
         middle, count = segment.first_masked - segment.begin, segment.end - segment.begin
         step = functools.partial(_score_block, pipeline, lane)
         state = lax.fori_loop(0, middle, functools.partial(step, masked=False), _init_state(pipeline))

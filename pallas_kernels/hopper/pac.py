@@ -28,11 +28,12 @@ import jax.numpy as jnp
 from pallas_kernels import pac_arrays, plan_guard
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import tensor_core, widen
+from pallas_kernels.hopper import tensor_core, terms, widen
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
-from pallas_kernels.hopper.pac_pipeline import LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes, tiles_of
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes, tiles_of
 from pallas_kernels.hopper.pac_prepare import prepare
+from pallas_kernels.hopper.terms import TERM
 from pallas_kernels.hopper.tiling import stages_of
 from pallas_kernels.hopper.widen import OneBytePipeline, OneByteSizes
 from pallas_kernels.packing import TILE_ROWS
@@ -47,9 +48,9 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     """Compute the partials of all segments.
 
     Args:
-      call: the query is bfloat16 or float16, and so are keys and values; or these have one byte a number, and the query
-        is float16. H and V, of the query and the plan, are those of `tiling.BLOCKS`; rows of pages may be shorter, and
-        are as if zeros followed. page_tokens is a multiple of 8.
+      call: the query is bfloat16 or float16, and so are keys and values, or these have one byte a number. H and V, of
+        the query and the plan, are those of `tiling.BLOCKS`; rows of pages may be shorter, and are as if zeros
+        followed. page_tokens is a multiple of 8.
       scores: what becomes of the products of query and keys.
 
     Returns float32 out [num_partials, 64, V], normalised, max and sum [num_partials, 64]; max in units of log2.
@@ -70,7 +71,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         "keys": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
         "values": call.value_pages.reshape(-1, *call.value_pages.shape[2:]),
         **pac_arrays.inputs_of(call, sizes),
-        **(widen.inputs_of(call) if is_one_byte else {}),
+        **(terms.inputs_of(call) if is_one_byte else {}),
     }
     for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.
@@ -120,13 +121,13 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
     def ring(columns: int) -> Any:
         if sizes.is_padded:
             return tensor_core.ring_scratch(sizes, columns)
-        tiled = tiles_of(sizes.kv_dtype, sizes.query_columns)
+        tiled = tiles_of(sizes.kv_dtype, COLUMNS)
         return plgpu.SMEM((sizes.stages, sizes.block, columns), sizes.kv_dtype, transforms=tiled)
 
     copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
     of_block = sizes.pages_per_block * sizes.copies_of_page
     return {
-        "query_buffers": tensor_core.query_scratch(sizes),  # `Query`
+        "query_buffers": tensor_core.query_scratch(sizes, TERM if isinstance(sizes, OneByteSizes) else None),  # `Query`
         "key_ring": ring(sizes.head_dim),
         "value_ring": ring(sizes.value_head_dim),
         # Readers, and positions with causal masks and windows, of each token.
@@ -143,6 +144,7 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "values_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
         "state_full": plgpu.Barrier(num_barriers=LANES),
         "state_free": plgpu.Barrier(num_barriers=LANES),
+        "turn": plgpu.Barrier(num_barriers=LANES),
         # `values_free` among them, since who widens gives values back.
-        **(widen.scratch(sizes) if isinstance(sizes, OneByteSizes) else {}),
+        **(widen.scratch(sizes) | terms.scratch(sizes) if isinstance(sizes, OneByteSizes) else {}),
     }

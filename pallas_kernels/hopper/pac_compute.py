@@ -53,26 +53,29 @@ def compute(pipeline: Pipeline) -> None:
 
     def work(segment: Segment, _: Segment, done: jax.Array, buffer0: jax.Array, __: None) -> None:
         wide, buffer1 = segment.is_wide, pipeline.query_buffer(buffer0 + 1)
-        tile = jnp.where(wide, warpgroup, 0)
-        lane = LaneWork(
-            segment=segment,
-            tile=tile,
-            buffer=jnp.where(wide & (warpgroup == 1), buffer1, buffer0),
-            done=done,
-            stride=jnp.where(wide, 1, LANES),
-            first=jnp.where(wide, 0, lax.rem(warpgroup + done, jnp.int32(LANES))),
-            row_scale=pipeline.row_scale(segment.head, jnp.where(tile == 0, segment.tile0, segment.tile1)),
-        )
-        wait_for_query(pipeline, segment.query_start0, buffer0)
+        pipeline.wait_for_query(segment.query_start0, buffer0)
 
         @pl.when(wide)
         def _second_buffer() -> None:
-            wait_for_query(pipeline, segment.query_start1, buffer1)
+            pipeline.wait_for_query(segment.query_start1, buffer1)
 
+        buffer = jnp.where(wide & (warpgroup == 1), buffer1, buffer0)
+        lane = LaneWork(
+            segment=segment,
+            tile=jnp.where(wide, warpgroup, 0),
+            buffer=buffer,
+            done=done,
+            stride=jnp.where(wide, 1, LANES),
+            first=jnp.where(wide, 0, lax.rem(warpgroup + done, jnp.int32(LANES))),
+            row_scale=pipeline.row_scale(buffer),
+        )
         middle = lane.blocks_before(segment.first_masked - segment.begin)
         count = lane.blocks_before(segment.end - segment.begin)
+        # The first turn is lane 0's.
+        _take_turn(pipeline, segment, warpgroup == 1)
         state = lax.fori_loop(0, middle, functools.partial(_step, pipeline, lane, masked=False), _init_state(pipeline))
         state = lax.fori_loop(middle, count, functools.partial(_step, pipeline, lane, masked=True), state)
+        _give_turn(pipeline, segment, warpgroup == 0)
         plgpu.barrier_arrive(refs.query_free.at[buffer0])
 
         @pl.when(wide)
@@ -94,18 +97,6 @@ def compute(pipeline: Pipeline) -> None:
     pipeline.each_segment(work)
 
 
-def wait_for_query(pipeline: Pipeline, query_start: jax.Array, buffer: jax.Array) -> None:
-    """Wait for the rows of a tile, which come together or unit by unit."""
-
-    @pl.when(query_start >= 0)
-    def _together() -> None:
-        plgpu.barrier_wait(pipeline.refs.query_together.at[buffer])
-
-    @pl.when(query_start < 0)
-    def _unit_by_unit() -> None:
-        plgpu.barrier_wait(pipeline.refs.query_scattered.at[buffer])
-
-
 def _init_state(pipeline: Pipeline) -> _State:
     columns, rows = pipeline.sizes.acc_columns, plgpu.Layout.WGMMA.reduce(1)
     zeros = plgpu.layout_cast(jnp.full((TILE_ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA)
@@ -117,14 +108,15 @@ def _init_state(pipeline: Pipeline) -> _State:
 
 
 def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: _State, masked: bool) -> _State:
-    """Add the lane's block j; the other lane keeps the tensor cores busy during the softmax."""
+    """Add the lane's block j; the other lane has the tensor cores during the softmax."""
     refs, sizes, segment = pipeline.refs, pipeline.sizes, lane.segment
     number = lane.done + j * lane.stride + lane.first
     stage = pipeline.stage(number)
     plgpu.barrier_wait(pipeline.full(refs.keys_full, segment, number))
     readers = refs.mask[stage, 0, 0] if masked else None  # of the first token; loaded ahead of the products
     keys = pipeline.block_of(refs.key_ring, stage)
-    scores = tensor_core.multiply_keys(pipeline, lane.buffer, keys)  # [64, block]
+    give_turn = functools.partial(_give_turn, pipeline, segment)
+    scores = tensor_core.multiply_keys(pipeline, lane.buffer, keys, give_turn)  # [64, block]
     _release(segment, refs.keys_free.at[stage])
     factor: float | jax.Array = sizes.factor if sizes.cap_factor is None else sizes.cap_factor
     factor = factor if lane.row_scale is None else factor * lane.row_scale  # [64], or a number
@@ -139,9 +131,30 @@ def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: _State, maske
     rounded = clear_other_rows(visible, weights.astype(sizes.dtype))
     row_sum = state.sum * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
     plgpu.barrier_wait(pipeline.values_full(segment, number))
+    _take_turn(pipeline, segment)
     accs = tensor_core.multiply_values(pipeline, accs, rounded, pipeline.values(number, stage))  # [64, columns] each
     _release(segment, pipeline.values_free(number, stage))
     return _State(accs, row_max, row_sum)
+
+
+def _take_turn(pipeline: Pipeline, segment: Segment, needed: Any = True) -> None:
+    """Wait, in a wide segment, until the other lane has issued the products of its turn: values, then next scores.
+
+    Lanes that wait for the tensor cores at once also leave them idle at once, as the one's products take as long as
+    the other's.
+    """
+
+    @pl.when(segment.is_wide & needed)
+    def _take() -> None:
+        plgpu.barrier_wait(pipeline.refs.turn.at[pipeline.warpgroup])
+
+
+def _give_turn(pipeline: Pipeline, segment: Segment, needed: Any = True) -> None:
+    """Let the other lane of a wide segment have the tensor cores."""
+
+    @pl.when(segment.is_wide & needed)
+    def _give() -> None:
+        plgpu.barrier_arrive(pipeline.refs.turn.at[1 - pipeline.warpgroup])
 
 
 def _scaled(scores: jax.Array, factor: float | jax.Array) -> jax.Array:

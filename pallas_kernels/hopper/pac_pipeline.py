@@ -15,6 +15,8 @@
     state_full       lane that sends  that lane, for each part of its state     the lane that merges
     state_free       lane that sends  the other lane, once to begin with and    the lane that sends
                                       for each part that it has read
+    turn             lane             the other lane, in a wide segment, when     that lane, before its next products
+                                      its products are issued                   of values (lane 1: of keys, at first)
 
 A warpgroup must see every completion of a barrier that it waits on. So the full barriers have a set for each lane and
 one for both: blocks of one lane complete barriers that the other lane never looks at.
@@ -29,6 +31,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
 from pallas_kernels.pac_arrays import PacSizes
 from pallas_kernels.plan_format import Segment
@@ -38,8 +41,13 @@ from pallas_kernels.softmax import MASK_VALUE
 LANES = 2
 #: KV tokens of a block, at most: one for each thread of the warpgroup that makes the mask.
 MAX_BLOCK_TOKENS = 128
+#: Columns of the query that are copied at once, and of query and keys that are multiplied at once.
+COLUMNS = 64
 #: Set in the readers of every token of a block where all tokens have the same, and none is past its node's end.
 UNIFORM_READERS = -(1 << 31)
+
+#: Of each row eight numbers for a thread, in rows such that those of 8 bits and of 16 meet no bank conflicts.
+EIGHTS = plgpu.Layout.TILED(Tiling(((32, 32), (8, 8))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class Ring(NamedTuple):
@@ -56,7 +64,7 @@ class Query(NamedTuple):
 
     units: Any  # as copies write them
     tiles: Any  # as products read them
-    rotated: Any = None  # the same, of the dtype of rotated keys, where that is another
+    others: Any = None  # the same bytes as numbers of another dtype: what rotated keys, or keys of one byte, need
 
 
 class PaddedRing(NamedTuple):
@@ -84,24 +92,9 @@ class Sizes(PacSizes):
         return MASK_VALUE
 
     @property
-    def query_dtype(self) -> Any:
-        """What the query is copied as."""
-        return self.dtype
-
-    @property
-    def query_columns(self) -> int:
-        """Columns of the query that are copied at once, in rows of 128 bytes."""
-        return 64
-
-    @property
-    def parts_of_keys(self) -> int:
-        """Arrays of so many columns that make up a block of keys."""
-        return self.head_dim // self.query_columns
-
-    @property
     def query_parts(self) -> int:
-        """Arrays of so many columns that make up a tile of the query; each is copied by itself."""
-        return self.parts_of_keys
+        """Arrays of `COLUMNS` that make up a tile of the query; each is copied by itself."""
+        return self.head_dim // COLUMNS
 
     @property
     def copies_of_page(self) -> int:
@@ -144,9 +137,27 @@ class Pipeline:
         """The barriers, one for each stage, after which a block's mask is not needed any more."""
         return self.rings[-1].free
 
-    def row_scale(self, head: jax.Array, tile: jax.Array) -> jax.Array | None:
-        """Load factors on the scores of a tile's rows, [64]; None where there are none."""
-        del head, tile
+    def give_query(self, query_start: jax.Array, head: jax.Array, buffer: jax.Array) -> None:
+        """Say that copies of a tile's rows are on their way: who waits for the tile waits for these."""
+
+    def wait_for_query(self, query_start: jax.Array, buffer: jax.Array) -> None:
+        """Wait for the rows of a tile, which come together or unit by unit."""
+
+        @pl.when(query_start >= 0)
+        def _together() -> None:
+            plgpu.barrier_wait(self.refs.query_together.at[buffer])
+
+        @pl.when(query_start < 0)
+        def _unit_by_unit() -> None:
+            plgpu.barrier_wait(self.refs.query_scattered.at[buffer])
+
+    def query(self, buffer: jax.Array) -> Any:
+        """Refer to a tile of the query, as products with keys take it, [parts, 64, 64]."""
+        return self.refs.query_buffers.tiles.at[buffer]
+
+    def row_scale(self, buffer: jax.Array) -> jax.Array | None:
+        """Load factors on the scores of the rows in a query buffer, [64]; None where there are none."""
+        del buffer
         return None
 
     def block_of(self, ring: Any, stage: jax.Array) -> Any:

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
-from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, UNIFORM_READERS, Pipeline
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, MAX_BLOCK_TOKENS, UNIFORM_READERS, Pipeline
 from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.token_mask import readers_of_token
 
@@ -65,6 +65,12 @@ def prepare(pipeline: Pipeline) -> None:
         masks = looked_up
         if early is None:
             masks = _look_up(pipeline, _entries_of(pipeline, segment.first_masked))
+        pipeline.give_query(segment.query_start0, segment.head, buffer)
+
+        @pl.when(segment.is_wide)
+        def _give_second() -> None:
+            pipeline.give_query(segment.query_start1, segment.head, pipeline.query_buffer(buffer + 1))
+
         masks = lax.fori_loop(0, middle, functools.partial(step, masked=False), masks)
         lax.fori_loop(middle, segment.end - segment.begin, functools.partial(step, masked=True), masks)
 
@@ -75,7 +81,7 @@ def _gather(pipeline: Pipeline, tile: jax.Array, start: jax.Array, head: jax.Arr
     """Copy the rows of a tile to a query buffer, together if they are consecutive in the query, or unit by unit."""
     refs, sizes = pipeline.refs, pipeline.sizes
     packing, tokens = sizes.packing, sizes.query_tokens
-    rows, columns = packing.rows_of_unit, sizes.query_columns
+    rows, columns = packing.rows_of_unit, COLUMNS
     target = refs.query_buffers.units.at[buffer]
     at_once = max(number for number in range(1, _MAX_AT_ONCE + 1) if packing.units % number == 0)
 

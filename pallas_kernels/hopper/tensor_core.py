@@ -1,5 +1,6 @@
 """Work that only a GPU does: products by wgmma, and several views of one shared memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,22 +8,26 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.compat import transposed
-from pallas_kernels.hopper.pac_pipeline import PaddedRing, Pipeline, Query, Sizes, tiles_of
+from pallas_kernels.compat import load, store, transposed
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, EIGHTS, PaddedRing, Pipeline, Query, Sizes, tiles_of
+from pallas_kernels.hopper.terms import in_terms
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
-def query_scratch(sizes: Sizes, rotated: Any = None) -> Any:
-    """Describe the query buffers; with a third view if rotated keys have a dtype of their own.
+def query_scratch(sizes: Sizes, other: Any = None) -> Any:
+    """Describe the query buffers; with a third view, as products with keys of another dtype need it, if that is given.
 
     Rows of 128 bytes, or 64, follow each other in the same places with and without tiles of 8 rows. All views begin
     where their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
     """
-    shape = (sizes.query_buffers, sizes.query_parts, TILE_ROWS, sizes.query_columns)
-    _, swizzle = tiled = tiles_of(sizes.query_dtype, sizes.query_columns)
-    views = [((swizzle,), sizes.query_dtype), (tiled, sizes.query_dtype)]
-    views += [] if rotated is None else [(tiled, rotated)]
-    return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=view) for view, dtype in views))
+    shape = (sizes.query_buffers, sizes.query_parts, TILE_ROWS, COLUMNS)
+    _, swizzle = tiled = tiles_of(sizes.query_dtype, COLUMNS)
+    views = [plgpu.SMEM(shape, sizes.query_dtype, transforms=view) for view in ((swizzle,), tiled)]
+    if other is not None:
+        parts = sizes.query_parts * sizes.query_dtype.itemsize // jnp.dtype(other).itemsize
+        shape = (sizes.query_buffers, parts, TILE_ROWS, COLUMNS)
+        views.append(plgpu.SMEM(shape, other, transforms=tiles_of(other, COLUMNS)))
+    return plgpu.RefUnion(*views)
 
 
 def query_views(refs: Any) -> Query:
@@ -56,19 +61,34 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
     return ref.at[pl.ds(first * rows, count * rows)].reshape(count, rows, ref.shape[-1])
 
 
-def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
-    """Return the products of a tile of the query and a block of keys: [64, block].
+def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> None:
+    """Put terms of a tile of the query where it is, and factors of its rows, times that of its keys, beside it."""
+    refs, head_dim, views = pipeline.refs, pipeline.sizes.head_dim, pipeline.refs.query_buffers
+    given, made = views.tiles.at[buffer], views.others.at[buffer]  # [H / 64, 64, 64], [2 x H / 64, 64, 64]
+    at_once = min(TILE_ROWS, 128 * TILE_ROWS // head_dim)  # rows that registers have room for
+    for row in range(0, TILE_ROWS, at_once):
+        rows = pl.ds(row, at_once)
+        parts = [load(given.at[part, rows], EIGHTS, optimized=True) for part in range(given.shape[0])]
+        scale, *terms = in_terms(parts, EIGHTS)
+        store(refs.row_scale.at[buffer, rows], scale * key_scale)
+        for at, part in enumerate(part for term in terms for part in term):
+            made.at[at, rows][...] = part
+
+
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any, issued: Callable[[], None]) -> jax.Array:
+    """Return the products of a tile of the query and a block of keys: [64, block]. Calls `issued` when they are issued.
 
     Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64]. A query of several terms, one after
     the other, is their sum.
     """
-    refs, sizes, width = pipeline.refs, pipeline.sizes, pipeline.sizes.query_columns
+    sizes, query = pipeline.sizes, pipeline.query(buffer)
 
     def products(scores_ref: Any) -> jax.Array:
-        for part in range(sizes.query_parts):
-            at = part % sizes.parts_of_keys
-            columns = keys.at[at] if sizes.is_padded else keys.at[:, pl.ds(at * width, width)]
-            plgpu.wgmma(scores_ref, refs.query_buffers.tiles.at[buffer, part], transposed(columns))
+        for part in range(query.shape[0]):
+            at = part % sizes.query_parts
+            columns = keys.at[at] if sizes.is_padded else keys.at[:, pl.ds(at * COLUMNS, COLUMNS)]
+            plgpu.wgmma(scores_ref, query.at[part], transposed(columns))
+        issued()
         return scores_ref[...]
 
     return pl.run_scoped(products, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))

@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.hopper.widen import TERM, in_terms
+from pallas_kernels.hopper.terms import TERM, in_terms
 
 in_terms_jitted = jax.jit(in_terms)  # as in a step, where XLA could leave out conversions
 
 
 def held(query: np.ndarray) -> np.ndarray:
     """What the terms of rows [..., H] stand for, in float64."""
-    scale, terms = in_terms_jitted(jnp.asarray(query))
-    assert terms.dtype == TERM
-    first, second = np.split(np.asarray(terms, np.float64), 2, axis=-1)
-    return (first + second) * np.asarray(scale, np.float64)
+    parts = [jnp.asarray(query)[:, at : at + 64] for at in range(0, query.shape[1], 64)]
+    scale, *terms = in_terms_jitted(parts)
+    assert all(part.dtype == TERM for term in terms for part in term)
+    first, second = (np.concatenate([np.asarray(part, np.float64) for part in term], axis=1) for term in terms)
+    return (first + second) * np.asarray(scale, np.float64)[:, None]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(-12, 12), st.sampled_from([64, 128]))

@@ -1,0 +1,90 @@
+"""A query as terms of 8 bits, for keys of one byte a number: products of 8 bits take half the time of others.
+
+    tile of the query, 16 bits [64, H] ─► registers of the preparing warpgroup ─► two terms [64, 2 x H], in its place
+                                                                              └─► a factor of each row
+
+The first term has the 4 leading bits of a number, the second one those of what is left: together the 8 bits of
+bfloat16. Both products take what one of 16 bits does, and no key is converted. A row's power of two brings its largest
+number to the upper end of what 8 bits hold; its factor takes that back, and the scale of the keys with it.
+
+    barrier      one for each   arrives, how often              waits
+    query_ready  query buffer   preparer, when terms are there  both lanes, before the segment's scores
+
+The preparer alone waits for the copies of the tile.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.family import Call
+from pallas_kernels.hopper.pac_pipeline import Sizes
+from pallas_kernels.hopper.tiling import TERM
+from pallas_kernels.packing import TILE_ROWS
+
+#: The largest number of a row is brought to 2^7 or more, and below 2^8.
+_LARGEST_EXPONENT = 7
+#: Of float32: where the exponent begins, that of 1, and the least that rows count as, for which factors are finite.
+_SHIFT, _BIAS, _LEAST = 23, 127, 10
+_EXPONENT = 0xFF << _SHIFT
+#: Bits of float32 that a term does not have.
+_REST = 20
+
+
+def inputs_of(call: Call) -> dict[str, jax.Array]:
+    """Return the factors on the keys of each kv head, [K], if there are any."""
+    return {} if call.key_scale is None else {"key_scale": call.key_scale.astype(jnp.float32)}
+
+
+def scratch(sizes: Sizes) -> dict[str, Any]:
+    """Describe shared memory and barriers of the terms."""
+    return {
+        "row_scale": plgpu.SMEM((sizes.query_buffers, TILE_ROWS), jnp.float32),
+        "query_ready": plgpu.Barrier(num_barriers=sizes.query_buffers),
+    }
+
+
+def in_terms(
+    parts: Sequence[jax.Array], layout: Any = None
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Return powers of two of rows [rows], and first and second terms of each part of their columns, [rows, columns].
+
+    The sum of a number's terms times the power of its row is the number, in 8 bits. The power of a row that has a
+    number that is not finite is NaN. `layout` is that of the parts, in registers of a GPU.
+    """
+    numbers = [part.astype(jnp.float32) for part in parts]
+    largest = functools.reduce(jnp.maximum, (jnp.maximum(part, -part).max(axis=1) for part in numbers))  # [rows]
+    exponent = _bits(largest) & _EXPONENT
+    bounded = jnp.maximum(exponent, _LEAST << _SHIFT)
+    up = _float((2 * _BIAS << _SHIFT) - bounded + (_LARGEST_EXPONENT << _SHIFT))
+    down = _float(bounded - (_LARGEST_EXPONENT << _SHIFT))
+    down = jnp.where(exponent == _EXPONENT, jnp.nan, down)
+    first, second = zip(*(_terms(part * _over_columns(up, part.shape, layout)) for part in numbers), strict=True)
+    return down, first, second
+
+
+def _terms(numbers: jax.Array) -> tuple[jax.Array, ...]:
+    """Split numbers that 8 bits have room for."""
+    bits = _bits(numbers)
+    # Rounded to even by hand, as compilers leave out conversions there and back.
+    rounded = bits + ((1 << _REST - 1) - 1) + ((bits >> _REST) & 1)
+    first = _float(rounded & -(1 << _REST))
+    return first.astype(TERM), (numbers - first).astype(TERM)
+
+
+def _bits(numbers: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(numbers, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _over_columns(rows: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    repeated = lax.broadcast_in_dim(rows, shape, [0])
+    return repeated if layout is None else plgpu.layout_cast(repeated, layout)
