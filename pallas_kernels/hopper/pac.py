@@ -144,7 +144,6 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "values_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
         "state_full": plgpu.Barrier(num_barriers=LANES),
         "state_free": plgpu.Barrier(num_barriers=LANES),
-        "turn": plgpu.Barrier(num_barriers=LANES),
         # `values_free` among them, since who widens gives values back.
         **(widen.scratch(sizes) | terms.scratch(sizes) if isinstance(sizes, OneByteSizes) else {}),
     }

@@ -72,10 +72,10 @@ def compute(pipeline: Pipeline) -> None:
         middle = lane.blocks_before(segment.first_masked - segment.begin)
         count = lane.blocks_before(segment.end - segment.begin)
         # The first turn is lane 0's.
-        _take_turn(pipeline, segment, warpgroup == 1)
+        pipeline.take_turn(segment, warpgroup == 1)
         state = lax.fori_loop(0, middle, functools.partial(_step, pipeline, lane, masked=False), _init_state(pipeline))
         state = lax.fori_loop(middle, count, functools.partial(_step, pipeline, lane, masked=True), state)
-        _give_turn(pipeline, segment, warpgroup == 0)
+        pipeline.give_turn(segment, warpgroup == 0)
         plgpu.barrier_arrive(refs.query_free.at[buffer0])
 
         @pl.when(wide)
@@ -108,14 +108,14 @@ def _init_state(pipeline: Pipeline) -> _State:
 
 
 def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: _State, masked: bool) -> _State:
-    """Add the lane's block j; the other lane has the tensor cores during the softmax."""
+    """Add the lane's block j; the other lane keeps the tensor cores busy during the softmax."""
     refs, sizes, segment = pipeline.refs, pipeline.sizes, lane.segment
     number = lane.done + j * lane.stride + lane.first
     stage = pipeline.stage(number)
     plgpu.barrier_wait(pipeline.full(refs.keys_full, segment, number))
     readers = refs.mask[stage, 0, 0] if masked else None  # of the first token; loaded ahead of the products
     keys = pipeline.block_of(refs.key_ring, stage)
-    give_turn = functools.partial(_give_turn, pipeline, segment)
+    give_turn = functools.partial(pipeline.give_turn, segment)
     scores = tensor_core.multiply_keys(pipeline, lane.buffer, keys, give_turn)  # [64, block]
     _release(segment, refs.keys_free.at[stage])
     factor: float | jax.Array = sizes.factor if sizes.cap_factor is None else sizes.cap_factor
@@ -131,30 +131,10 @@ def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: _State, maske
     rounded = clear_other_rows(visible, weights.astype(sizes.dtype))
     row_sum = state.sum * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
     plgpu.barrier_wait(pipeline.values_full(segment, number))
-    _take_turn(pipeline, segment)
+    pipeline.take_turn(segment)
     accs = tensor_core.multiply_values(pipeline, accs, rounded, pipeline.values(number, stage))  # [64, columns] each
     _release(segment, pipeline.values_free(number, stage))
     return _State(accs, row_max, row_sum)
-
-
-def _take_turn(pipeline: Pipeline, segment: Segment, needed: Any = True) -> None:
-    """Wait, in a wide segment, until the other lane has issued the products of its turn: values, then next scores.
-
-    Lanes that wait for the tensor cores at once also leave them idle at once, as the one's products take as long as
-    the other's.
-    """
-
-    @pl.when(segment.is_wide & needed)
-    def _take() -> None:
-        plgpu.barrier_wait(pipeline.refs.turn.at[pipeline.warpgroup])
-
-
-def _give_turn(pipeline: Pipeline, segment: Segment, needed: Any = True) -> None:
-    """Let the other lane of a wide segment have the tensor cores."""
-
-    @pl.when(segment.is_wide & needed)
-    def _give() -> None:
-        plgpu.barrier_arrive(pipeline.refs.turn.at[1 - pipeline.warpgroup])
 
 
 def _scaled(scores: jax.Array, factor: float | jax.Array) -> jax.Array:

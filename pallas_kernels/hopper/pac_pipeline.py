@@ -15,8 +15,6 @@
     state_full       lane that sends  that lane, for each part of its state     the lane that merges
     state_free       lane that sends  the other lane, once to begin with and    the lane that sends
                                       for each part that it has read
-    turn             lane             the other lane, in a wide segment, when     that lane, before its next products
-                                      its products are issued                   of values (lane 1: of keys, at first)
 
 A warpgroup must see every completion of a barrier that it waits on. So the full barriers have a set for each lane and
 one for both: blocks of one lane complete barriers that the other lane never looks at.
@@ -177,6 +175,12 @@ class Pipeline:
         """Pick the barrier that says that a block's values are not needed any more."""
         del number
         return self.refs.values_free.at[stage]
+
+    def take_turn(self, segment: Segment, needed: Any = True) -> None:
+        """Wait until the other lane has issued its products, if lanes take turns."""
+
+    def give_turn(self, segment: Segment, needed: Any = True) -> None:
+        """Let the other lane have the tensor cores, if lanes take turns."""
 
     def wait_for_mask(self, number: jax.Array, stage: jax.Array) -> None:
         """Wait until the mask of block `number` may be written."""
