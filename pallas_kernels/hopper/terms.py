@@ -29,9 +29,11 @@ from pallas_kernels.packing import TILE_ROWS
 
 #: The largest number of a row is brought to 2^7 or more, and below 2^8.
 _LARGEST_EXPONENT = 7
-#: Of float32: where the exponent begins, that of 1, and the least that rows count as, for which factors are finite.
-_SHIFT, _BIAS, _LEAST = 23, 127, 10
+#: Of float32: where the exponent begins, and that of 1.
+_SHIFT, _BIAS = 23, 127
 _EXPONENT = 0xFF << _SHIFT
+#: What rows of smaller numbers, and of zeros, count as: times their factor, scores of hidden tokens stay the lowest.
+_LEAST = _BIAS - 20
 #: Bits of float32 that a term does not have.
 _REST = 20
 

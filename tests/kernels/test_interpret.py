@@ -150,7 +150,7 @@ def test_pages_of_one_byte_are_attended_as_what_they_mean(
     )  # fmt: skip
     assert (num_wide(plan) > 0) == case.wide
     num_pages = len(forest.used_pages) + 1
-    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, case.query_tokens, num_pages, kv_dtype)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, case.query_tokens, num_pages, kv_dtype).with_small_rows()
     scales = jnp.linspace(0.3, 2.0, heads.kv), jnp.linspace(1.7, 0.01, heads.kv)
     check(arrays, forest, plan, scales=scales)
     assert RACE not in capsys.readouterr().out
