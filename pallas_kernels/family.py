@@ -57,8 +57,9 @@ class Call(NamedTuple):
     # Of latents of one byte a number: a scale for each 128, and the rotated keys, which `key_pages` do not have then.
     latent_scale: Float[jax.Array, "num_pages page_tokens 1 parts"] | None = None
     rotated_keys: Float[jax.Array, "num_pages page_tokens 1 rope"] | None = None
-    # Factors on the keys of each kv head, float32; None for 1. Pages of one byte a number have them.
+    # Factors on keys and values of each kv head, float32; None for 1. Pages of one byte a number have them.
     key_scale: Float[jax.Array, " K"] | None = None
+    value_scale: Float[jax.Array, " K"] | None = None
 
 
 class Family(NamedTuple):

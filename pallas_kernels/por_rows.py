@@ -28,6 +28,7 @@ class Merge(NamedTuple):
     turns: tuple[int, ...]
     head_dim: int
     num_ctas: int  # of PAC
+    num_kv_heads: int
     layout: Any  # of registers [rows, H]
     dtype: DTypeLike  # of the output
 
@@ -50,7 +51,8 @@ def inputs_of(
     out: jax.Array, row_max: jax.Array, row_sum: jax.Array, violations: jax.Array, call: Call
 ) -> dict[str, jax.Array]:
     """Name what POR reads."""
-    return {
+    scale = {} if call.value_scale is None else {"value_scale": call.value_scale}
+    return scale | {
         "partial_out": out,
         "partial_max": row_max,
         "partial_sum": row_sum,
@@ -79,7 +81,10 @@ def merge_rows(
     acc, row_max, row_sum = _merge_partials(refs, merge, rows, first, last)
     nan_or_zero = jnp.where(jnp.max(violations) == 0, 0.0, jnp.nan).astype(jnp.float32)
     row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=merge.layout)
-    merged = jnp.where(row + begin < used_here, acc / merge.over_columns(jnp.maximum(row_sum, 1e-30)), 0.0)
+    merged = acc / merge.over_columns(jnp.maximum(row_sum, 1e-30))
+    if hasattr(refs, "value_scale"):  # before the output is rounded
+        merged *= refs.value_scale[lax.rem(group, jnp.int32(merge.num_kv_heads))]
+    merged = jnp.where(row + begin < used_here, merged, 0.0)
     merged = (merged + nan_or_zero).astype(merge.dtype)  # [rows, H]
     store(refs.max.at[group, rows], row_max * _LN2 + nan_or_zero)
     # PAC leaves anything in rows that no request has; a sum of 0 says that they saw no token.

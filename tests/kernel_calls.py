@@ -70,6 +70,7 @@ def attend_hopper(
     plan: Plan,
     readers: Any = None,
     positions: Any = None,
+    scales: Any = (None, None),
     softcap: float | None = None,
 ) -> Any:
     """The output of the kernels, without what `forest_attention` does around them."""
@@ -77,6 +78,7 @@ def attend_hopper(
     position, arrays = forest.positions(query.shape[1]), arrays_of(forest)
     first = None if plan.arrays.window is None else plan.arrays.window.first_position(position)
     call = Call(query, key_pages, value_pages, position, first, arrays, plan.arrays, plan.guard, readers, positions)
+    call = call._replace(key_scale=scales[0], value_scale=scales[1])
     return HOPPER.attend(call, Scores(0.1, softcap))[0]
 
 

@@ -145,12 +145,12 @@ def forest_attention(
     query, keys, value_pages, sinks = _without_derivative(*given) if traced else given
     if sinks is not None:
         _check_sinks(sinks, query)
-    dtype, is_one_byte = query.dtype, keys.dtype.itemsize == 1
+    dtype = query.dtype
     for name, factor in (("key_scale", key_scale), ("value_scale", value_scale)):
         if factor is not None:
             _check_scale(name, factor, keys, of_latents=quantisation is not None)
-    if quantisation is not None or value_scale is not None:
-        query = query.astype(jnp.float32)  # and so is the output, so that its scale does not round it a second time
+    if quantisation is not None:
+        query = query.astype(jnp.float32)  # which products with what latents mean do not round
     scale = None if scale is None else checks.number("scale", scale)
     if softcap is not None and checks.number("softcap", softcap) <= 0:
         raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
@@ -162,9 +162,8 @@ def forest_attention(
         _check(query, keys, value_pages, forest, plan, drafts, axis_size(mesh, TENSOR))
         check_name(implementation)
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
-        arrays = (query, keys, value_pages, forest, plan, drafts, sinks, key_scale)
+        arrays = (query, keys, value_pages, forest, plan, drafts, sinks, key_scale, value_scale)
         out, residuals = attend_on_mesh(mesh, forest_attention, *arrays, **options)
-        out = _scaled(out, value_scale).astype(dtype) if is_one_byte else out
         return (out, residuals) if return_residuals else out
     query = check_divided(query, keys, value_pages, plan, is_partial=return_residuals, has_sinks=sinks is not None)
     rope = 0 if quantisation is None else quantisation.rotated.shape[3]
@@ -188,14 +187,17 @@ def forest_attention(
     )
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
-    key_scale = None if key_scale is None else key_scale.astype(jnp.float32)
-    call = Call(query, keys, value_pages, position, first, *planned, *beside)._replace(key_scale=key_scale)
+    call = Call(query, keys, value_pages, position, first, *planned, *beside, *_in_float32(key_scale, value_scale))
     out, row_max, row_sum = backend.attend(call, scores)
     residuals = row_max, row_sum
     if sinks is not None:
         out, residuals = add_sinks(out, residuals, sinks)
-    out = _scaled(out, value_scale).astype(dtype) if is_one_byte else out
+    out = out.astype(dtype)
     return (out, residuals) if return_residuals else out
+
+
+def _in_float32(*scales: Array | None) -> tuple[Array | None, ...]:
+    return tuple(None if scale is None else scale.astype(jnp.float32) for scale in scales)
 
 
 @jax.custom_jvp
@@ -228,14 +230,6 @@ def _check_scale(name: str, scale: Array, key_pages: Array, *, of_latents: bool)
         raise ValueError(f"{name}: expected None for pages of {key_pages.dtype}; scales are for one byte a number")
     checks.shape(name, checks.array(name, scale), K=key_pages.shape[2])
     checks.float_dtype(name, scale.dtype)
-
-
-def _scaled(rows: Float[Array, "B T N H"], scale: Float[Array, " K"] | None) -> Float[Array, "B T N H"]:
-    """Multiply the rows of each q head by the scale of its kv head."""
-    if scale is None:
-        return rows
-    of_heads = jnp.repeat(scale.astype(jnp.float32), rows.shape[2] // scale.shape[0])
-    return rows * of_heads[None, None, :, None]
 
 
 def _check(

@@ -44,10 +44,11 @@ def attend_on_mesh(
     drafts: DraftTrees | None,
     sinks: Array | None,
     key_scale: Array | None,
+    value_scale: Array | None,
     **options: Any,
 ) -> Any:
     """Call `attend`, with these options, on each device, and merge. Raises ValueError for pages elsewhere."""
-    arguments: Any = (query, key_pages, value_pages, plan, sinks, key_scale, forest, drafts)
+    arguments: Any = (query, key_pages, value_pages, plan, sinks, key_scale, value_scale, forest, drafts)
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit}
     if explicit:  # where `jax.shard_map` takes only what is divided as it says
 
@@ -76,6 +77,7 @@ def _on_devices(
     plan: Plan,
     sinks: Array | None,
     key_scale: Array | None,
+    value_scale: Array | None,
     forest: Forest,
     drafts: DraftTrees | None,
     *,
@@ -86,9 +88,9 @@ def _on_devices(
     def local(
         query: Array, key_pages: Array, value_pages: Array | None, plan: Plan, sinks: Array | None, *others: Any
     ) -> Any:
-        key_scale, forest, drafts = others
+        key_scale, value_scale, forest, drafts = others
         here = (query, key_pages, value_pages, forest, plan.local())
-        given = {"drafts": drafts, "key_scale": key_scale, "return_residuals": True}
+        given = {"drafts": drafts, "key_scale": key_scale, "value_scale": value_scale, "return_residuals": True}
         out, (row_max, row_sum) = attend(*here, **given, **options)
         if CONTEXT in mesh.axis_names:
             out, row_max, row_sum = merge_everywhere(out, row_max, row_sum, CONTEXT)
@@ -99,7 +101,7 @@ def _on_devices(
     on_devices = jax.shard_map(
         local, mesh=mesh, in_specs=tuple(specs), out_specs=(specs.query, (specs.query, specs.query))
     )
-    return on_devices(query, key_pages, value_pages, plan, sinks, key_scale, forest, drafts)
+    return on_devices(query, key_pages, value_pages, plan, sinks, key_scale, value_scale, forest, drafts)
 
 
 class _Specs(NamedTuple):
@@ -111,6 +113,7 @@ class _Specs(NamedTuple):
     plan: Plan
     sinks: PartitionSpec
     key_scale: PartitionSpec
+    value_scale: PartitionSpec
     forest: PartitionSpec
     drafts: PartitionSpec
 
@@ -120,7 +123,7 @@ def _specs(mesh: Mesh, plan: Plan) -> _Specs:
     pages = PartitionSpec(context, None, tensor, None)
     by_head = PartitionSpec(None, None, tensor)
     of_heads, whole = PartitionSpec(tensor), PartitionSpec()
-    return _Specs(by_head, pages, pages, plan.specs, of_heads, of_heads, whole, whole)
+    return _Specs(by_head, pages, pages, plan.specs, of_heads, of_heads, of_heads, whole, whole)
 
 
 def _check_placed(name: str, pages: Array, expected: PartitionSpec) -> None:

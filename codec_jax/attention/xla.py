@@ -41,7 +41,10 @@ def attend(call: Call, scores: Scores) -> tuple[Float[Array, "B T N V"], Float[A
         by_tile = rows.reshape(plan.num_tiles, plan.heads.num_kv_heads, *rows.shape[1:])
         return jnp.where(holds, query_rows.to_requests(by_tile, call), jnp.nan)
 
-    return finish(merged.out).astype(call.query.dtype), finish(merged.max), finish(merged.sum)
+    out = finish(merged.out)
+    if call.value_scale is not None:  # before the output is rounded
+        out *= jnp.repeat(call.value_scale, plan.heads.group)[None, None, :, None]
+    return out.astype(call.query.dtype), finish(merged.max), finish(merged.sum)
 
 
 XLA = Family("xla", why_not, any_device, attend)
@@ -51,7 +54,8 @@ def _segments(call: Call, scores: Scores) -> Partial:
     """Compute the partials of all segments, [num_partials, R]."""
     plan = call.plan
     tiles = query_rows.to_tiles(call)  # [tiles, K, R, H]
-    tiles = tiles if call.key_scale is None else tiles * call.key_scale[None, :, None, None]
+    if call.key_scale is not None:
+        tiles = tiles.astype(jnp.float32) * call.key_scale[None, :, None, None]
     position = query_rows.by_row(call.query_position, call)  # [tiles, R]
     first_position = None if call.first_position is None else query_rows.by_row(call.first_position, call)
     num_rows, head_dim, value_dim, lanes = *tiles.shape[2:], plan.heads.value_head_dim, plan.lanes

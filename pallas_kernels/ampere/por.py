@@ -76,7 +76,7 @@ def por(
         query_tokens=tokens,
         num_q_heads=num_q_heads,
         num_kv_heads=plan.heads.num_kv_heads,
-        merge=Merge(rows, turns, columns, plan.cta_begin.shape[0], _layout(columns), dtype),
+        merge=Merge(rows, turns, columns, plan.cta_begin.shape[0], plan.heads.num_kv_heads, _layout(columns), dtype),
     )
     inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
     names = [*inputs, "out", "max", "sum", "places"]

@@ -106,7 +106,15 @@ def por(
         query_tokens=tokens,
         num_kv_heads=plan.heads.num_kv_heads,
         grain=grain,
-        merge=Merge(grain.rows, turns, head_dim, plan.cta_begin.shape[0], _layout(grain, head_dim), dtype),
+        merge=Merge(
+            grain.rows,
+            turns,
+            head_dim,
+            plan.cta_begin.shape[0],
+            plan.heads.num_kv_heads,
+            _layout(grain, head_dim),
+            dtype,
+        ),
     )
     inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
     names = [*inputs, "out", "max", "sum", "rows"]

@@ -97,13 +97,19 @@ def test_heads_of_512_lower_for_cuda_and_are_chosen(monkeypatch: pytest.MonkeyPa
         pytest.param(*CONFIGS[-1], jnp.float8_e5m2, marks=WITH_MIXED_BITS),
     ],
 )
-def test_pages_of_one_byte_lower_for_cuda(heads: Heads, block_tokens: int, kv_dtype: Any) -> None:
+def test_pages_of_one_byte_lower_for_cuda_as_two_kernels_and_nothing_else(
+    heads: Heads, block_tokens: int, kv_dtype: Any
+) -> None:
     forest = Forest.from_nodes([-1, 0], [200, 40], [1] * 9)
     plan = plan_of(forest, heads, block_tokens=block_tokens)
-    query = jax.ShapeDtypeStruct((9, 1, heads.q, heads.dim), jnp.float32)
+    query = jax.ShapeDtypeStruct((9, 1, heads.q, heads.dim), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), kv_dtype)
-    lowered = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+    scales = (jax.ShapeDtypeStruct((heads.kv,), jnp.float32),) * 2
+    for given in ((None, None), scales):
+        traced = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan, scales=given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+        assert not re.search(r"stablehlo\.(convert|multiply|reduce).*x(bf16|f32|f8)", text)
 
 
 def test_calls_of_a_step_that_differ_only_in_their_arrays_are_lowered_once() -> None:
