@@ -28,7 +28,6 @@ class Merge(NamedTuple):
     turns: tuple[int, ...]
     head_dim: int
     num_ctas: int  # of PAC
-    num_kv_heads: int
     layout: Any  # of registers [rows, H]
     dtype: DTypeLike  # of the output
 
@@ -69,9 +68,15 @@ def rows_of_groups(num_groups: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def merge_rows(
-    refs: Any, merge: Merge, group: jax.Array, begin: jax.Array, used_here: jax.Array, partials: tuple[jax.Array, ...]
+    refs: Any,
+    merge: Merge,
+    group: jax.Array,
+    head: jax.Array,
+    begin: jax.Array,
+    used_here: jax.Array,
+    partials: tuple[jax.Array, ...],
 ) -> jax.Array:
-    """Merge rows [begin, begin + rows) of a tile, of which the first `used_here` belong to requests.
+    """Merge rows [begin, begin + rows) of a tile for a kv head, of which the first `used_here` belong to requests.
 
     Stores maximum and sum, and returns the output [rows, H].
     """
@@ -83,7 +88,7 @@ def merge_rows(
     row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=merge.layout)
     merged = acc / merge.over_columns(jnp.maximum(row_sum, 1e-30))
     if hasattr(refs, "value_scale"):  # before the output is rounded
-        merged *= refs.value_scale[lax.rem(group, jnp.int32(merge.num_kv_heads))]
+        merged *= refs.value_scale[head]
     merged = jnp.where(row + begin < used_here, merged, 0.0)
     merged = (merged + nan_or_zero).astype(merge.dtype)  # [rows, H]
     store(refs.max.at[group, rows], row_max * _LN2 + nan_or_zero)

@@ -71,19 +71,28 @@ def random_choices(tokens: int, num_experts: int, chosen: int, depth: int, seed:
     return x.at[seed % (tokens + 1)].set(jnp.nan), expert
 
 
-def check_rows(x: Any, expert: np.ndarray, num_experts: int, made: Any) -> None:
-    rows, place, tiles = jax.tree.map(np.asarray, made)
-    x, rows = (np.asarray(each, np.float32) for each in (x, rows))
-    first, cut = 0, []
+def check_order(
+    expert: np.ndarray, num_experts: int, size: int, place: Any, tiles: Any, group: int, tile_rows: int
+) -> list[tuple[int, list[int]]]:
+    """Hold the places of tokens and the tiles to lists; return the first row of each expert, and its tokens."""
+    first, order, cut = 0, [], []
     for number in range(num_experts):
         tokens, at = np.nonzero(expert == number)
-        own = slice(first, first + len(tokens))
-        assert place[tokens, at].tolist() == list(range(own.start, own.stop))
-        np.testing.assert_array_equal(rows[own], x[tokens])
-        cut += [(number, first, len(tokens))] * (len(tokens) > 0)
-        first += -(-len(tokens) // ROW_GROUP) * ROW_GROUP
-    assert first <= len(rows)
-    assert (place[(expert < 0) | (expert >= num_experts)] == len(rows)).all()
+        assert place[tokens, at].tolist() == list(range(first, first + len(tokens)))
+        order.append((first, tokens.tolist()))
+        cut += [(number, first + done, min(tile_rows, len(tokens) - done)) for done in range(0, len(tokens), tile_rows)]
+        first += -(-len(tokens) // group) * group
+    assert first <= size
+    assert (place[(expert < 0) | (expert >= num_experts)] == size).all()
     assert list(zip(*(field[: len(cut)] for field in tiles[:3]), strict=True)) == cut
     assert tiles.end[-1] == len(cut)
     assert not tiles.rows[len(cut) :].any()
+    return order
+
+
+def check_rows(x: Any, expert: np.ndarray, num_experts: int, made: Any) -> None:
+    rows, place, tiles = jax.tree.map(np.asarray, made)
+    x, rows = (np.asarray(each, np.float32) for each in (x, rows))
+    # Of so few tokens no expert has more than one tile.
+    for first, tokens in check_order(expert, num_experts, len(rows), place, tiles, ROW_GROUP, len(x)):
+        np.testing.assert_array_equal(rows[first : first + len(tokens)], x[tokens])

@@ -62,8 +62,8 @@ def query_scratch(sizes: Sizes, other: Any = None) -> Any:
 
 def query_views(refs: Any) -> Query:
     """All views are the same, but for terms."""
-    copied, others = refs if isinstance(refs, tuple) else (refs, refs)
-    return Query(copied, copied, others)
+    copied, other = refs if isinstance(refs, tuple) else (refs, refs)
+    return Query(copied, copied, other)
 
 
 def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> None:
@@ -73,7 +73,7 @@ def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> N
     scale, *terms = in_terms([part.reshape(-1, COLUMNS) for part in given])
     refs.row_scale.at[buffer][...] = jnp.pad(scale * key_scale, (0, TILE_ROWS - len(scale)), constant_values=jnp.nan)
     for at, part in enumerate(part for term in terms for part in term):
-        refs.query_buffers.others.at[buffer, at][...] = part.reshape(given.shape[1:])
+        refs.query_buffers.other.at[buffer, at][...] = part.reshape(given.shape[1:])
 
 
 def in_turn(*refs: Any) -> Any:

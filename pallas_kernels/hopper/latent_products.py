@@ -21,7 +21,7 @@ def multiply_latents(pipeline: LatentPipeline, stage: jax.Array, buffer: jax.Arr
         for part in range(sizes.query_parts):
             columns = pipeline.keys(stage, part)  # [block, 64]
             is_rotated = sizes.is_one_byte and part == last
-            tiles = refs.query_buffers.others if is_rotated else refs.query_buffers.tiles
+            tiles = refs.query_buffers.other if is_rotated else refs.query_buffers.tiles
             plgpu.wgmma(scores_ref, tiles.at[buffer, part], transposed(columns))
         return scores_ref[...]
 

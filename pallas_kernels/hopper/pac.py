@@ -33,7 +33,6 @@ from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes, tiles_of
 from pallas_kernels.hopper.pac_prepare import prepare
-from pallas_kernels.hopper.terms import TERM
 from pallas_kernels.hopper.tiling import stages_of
 from pallas_kernels.hopper.widen import OneBytePipeline, OneByteSizes
 from pallas_kernels.packing import TILE_ROWS
@@ -127,7 +126,7 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
     copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
     of_block = sizes.pages_per_block * sizes.copies_of_page
     return {
-        "query_buffers": tensor_core.query_scratch(sizes, TERM if isinstance(sizes, OneByteSizes) else None),  # `Query`
+        "query_buffers": tensor_core.query_scratch(sizes),  # `Query`
         "key_ring": ring(sizes.head_dim),
         "value_ring": ring(sizes.value_head_dim),
         # Readers, and positions with causal masks and windows, of each token.
@@ -144,6 +143,6 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "values_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.stages),
         "state_full": plgpu.Barrier(num_barriers=LANES),
         "state_free": plgpu.Barrier(num_barriers=LANES),
-        # `values_free` among them, since who widens gives values back.
-        **(widen.scratch(sizes) | terms.scratch(sizes) if isinstance(sizes, OneByteSizes) else {}),
+        # `query_buffers` among them, and `values_free`, since who widens gives values back.
+        **(widen.scratch(sizes) if isinstance(sizes, OneByteSizes) else {}),
     }

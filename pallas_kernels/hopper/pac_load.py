@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.pac_pipeline import Pipeline, past_the_end
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, Pipeline, past_the_end
 from pallas_kernels.plan_format import Page, Segment
 
 _Ids = tuple[jax.Array, ...]
@@ -42,7 +42,7 @@ def load_blocks(pipeline: Pipeline) -> None:
                     rows = pl.ds(j * sizes.page_tokens, count * sizes.page_tokens)
                     if sizes.is_padded:
                         for part in range(sizes.copies_of_page):
-                            columns = past_the_end(part * 64, 64, segment.head)
+                            columns = past_the_end(part * COLUMNS, COLUMNS, segment.head)
                             source = tokens.at[first, segment.head, columns]  # [count * page_tokens, 64]
                             plgpu.copy_gmem_to_smem(source, ring.at[stage, part, rows], arrived)
                         return

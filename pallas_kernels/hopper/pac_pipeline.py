@@ -29,7 +29,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
 from pallas_kernels.pac_arrays import PacSizes
 from pallas_kernels.plan_format import Segment
@@ -39,13 +38,13 @@ from pallas_kernels.softmax import MASK_VALUE
 LANES = 2
 #: KV tokens of a block, at most: one for each thread of the warpgroup that makes the mask.
 MAX_BLOCK_TOKENS = 128
-#: Columns of the query that are copied at once, and of query and keys that are multiplied at once.
+#: Columns of query and keys that are multiplied at once, and of the query and padded heads that are copied at once.
 COLUMNS = 64
 #: Set in the readers of every token of a block where all tokens have the same, and none is past its node's end.
 UNIFORM_READERS = -(1 << 31)
 
 #: Of each row eight numbers for a thread, in rows such that those of 8 bits and of 16 meet no bank conflicts.
-EIGHTS = plgpu.Layout.TILED(Tiling(((32, 32), (8, 8))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+EIGHTS = plgpu.Layout.TILED(plgpu.Tiling(((32, 32), (8, 8))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class Ring(NamedTuple):
@@ -62,7 +61,7 @@ class Query(NamedTuple):
 
     units: Any  # as copies write them
     tiles: Any  # as products read them
-    others: Any = None  # the same bytes as numbers of another dtype: what rotated keys, or keys of one byte, need
+    other: Any = None  # the same bytes as numbers of another dtype: what rotated keys, or keys of one byte, need
 
 
 class PaddedRing(NamedTuple):
@@ -96,8 +95,8 @@ class Sizes(PacSizes):
 
     @property
     def copies_of_page(self) -> int:
-        """Copies that bring a page to a ring: of padded heads one for each 64 columns."""
-        return self.head_dim // 64 if self.is_padded else 1
+        """Copies that bring a page to a ring: of padded heads one for each `COLUMNS`."""
+        return self.head_dim // COLUMNS if self.is_padded else 1
 
     @property
     def query_buffers(self) -> int:
@@ -136,7 +135,7 @@ class Pipeline:
         return self.rings[-1].free
 
     def give_query(self, query_start: jax.Array, head: jax.Array, buffer: jax.Array) -> None:
-        """Say that copies of a tile's rows are on their way: who waits for the tile waits for these."""
+        """Nothing is to be done with a tile that is on its way: lanes wait for the copies themselves."""
 
     def wait_for_query(self, query_start: jax.Array, buffer: jax.Array) -> None:
         """Wait for the rows of a tile, which come together or unit by unit."""

@@ -111,7 +111,6 @@ def por(
             turns,
             head_dim,
             plan.cta_begin.shape[0],
-            plan.heads.num_kv_heads,
             _layout(grain, head_dim),
             dtype,
         ),
@@ -145,7 +144,7 @@ def _merge(refs: Any, sizes: _Sizes) -> None:
     first, last = refs.merge_ptr[group], refs.merge_ptr[group + 1]
     used_here = refs.used_rows[0] - tile * sizes.packing.tile_rows  # rows of the tile
     places = [_place(refs, sizes, tile, head, begin + i) for i in range(0, grain.rows, piece)]
-    merged = por_rows.merge_rows(refs, sizes.merge, group, begin, used_here, (first, last))  # [rows, H]
+    merged = por_rows.merge_rows(refs, sizes.merge, group, head, begin, used_here, (first, last))  # [rows, H]
 
     if piece < sizes.together:  # registers hold rows that go to several places
         refs.rows[...] = merged

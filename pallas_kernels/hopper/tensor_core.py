@@ -41,12 +41,12 @@ def in_turn(*refs: Any) -> Any:
 
 
 def ring_scratch(sizes: Sizes, columns: int) -> Any:
-    """Describe a ring of padded rows: 64 columns by themselves, as in query buffers, and views as of these.
+    """Describe a ring of padded rows: `COLUMNS` by themselves, as in query buffers, and views as of these.
 
     A copy fills tiles of 8 rows only if these divide a head's row.
     """
-    shape = (sizes.stages, columns // 64, sizes.block, 64)
-    _, swizzle = tiled = tiles_of(sizes.kv_dtype, 64)
+    shape = (sizes.stages, columns // COLUMNS, sizes.block, COLUMNS)
+    _, swizzle = tiled = tiles_of(sizes.kv_dtype, COLUMNS)
     return plgpu.RefUnion(*(plgpu.SMEM(shape, sizes.kv_dtype, transforms=view) for view in ((swizzle,), tiled)))
 
 
@@ -64,7 +64,7 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
 def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> None:
     """Put terms of a tile of the query where it is, and factors of its rows, times that of its keys, beside it."""
     refs, head_dim, views = pipeline.refs, pipeline.sizes.head_dim, pipeline.refs.query_buffers
-    given, made = views.tiles.at[buffer], views.others.at[buffer]  # [H / 64, 64, 64], [2 x H / 64, 64, 64]
+    given, made = views.tiles.at[buffer], views.other.at[buffer]  # [H / 64, 64, 64], [2 x H / 64, 64, 64]
     at_once = min(TILE_ROWS, 128 * TILE_ROWS // head_dim)  # rows that registers have room for
     for row in range(0, TILE_ROWS, at_once):
         rows = pl.ds(row, at_once)

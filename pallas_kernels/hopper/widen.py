@@ -31,8 +31,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
-from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper import tensor_core, terms
 from pallas_kernels.hopper.pac_pipeline import EIGHTS, LANES, Pipeline, Sizes, tiles_of
+from pallas_kernels.hopper.terms import TERM
 from pallas_kernels.plan_format import Segment
 
 #: What numbers of 8 bits are made into.
@@ -84,7 +85,7 @@ class OneBytePipeline(Pipeline):
 
     def query(self, buffer: jax.Array) -> Any:
         """Refer to the terms of a tile, one after the other, [parts, 64, 64]."""
-        return self.refs.query_buffers.others.at[buffer]
+        return self.refs.query_buffers.other.at[buffer]
 
     def row_scale(self, buffer: jax.Array) -> jax.Array:
         """Load what takes back the factors of a tile's rows, times the scale of their keys, [64]."""
@@ -142,12 +143,14 @@ class OneBytePipeline(Pipeline):
 
 
 def scratch(sizes: OneByteSizes) -> dict[str, Any]:
-    """Describe shared memory and barriers of what is widened."""
+    """Describe shared memory and barriers beside those of numbers of 16 bits, or in their place."""
     shape = sizes.buffers, sizes.block, sizes.value_head_dim
     return {
+        "query_buffers": tensor_core.query_scratch(sizes, TERM),
         "widened": plgpu.SMEM(shape, WIDE, transforms=tiles_of(WIDE, 64)),
         "values_free": plgpu.Barrier(num_barriers=sizes.stages),
         "widened_full": plgpu.Barrier(num_barriers=(LANES + 1) * sizes.buffers),
         "widened_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.buffers),
         "turn": plgpu.Barrier(num_barriers=LANES),
+        **terms.scratch(sizes),
     }

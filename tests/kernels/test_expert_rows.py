@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from expert_calls import check_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,28 +26,13 @@ routings = st.lists(choices, min_size=1, max_size=TOKENS).map(lambda some: (some
 @settings(max_examples=50)
 @given(routings)
 def test_each_expert_has_its_tokens_in_order_and_tiles_have_each_row_once(routing: list[list[int]]) -> None:
-    rows, tiles = jax.tree.map(np.asarray, rows_and_tiles(np.asarray(routing, np.int32)))
-    tokens_of = [[token for token, chosen in enumerate(routing) if expert in chosen] for expert in range(EXPERTS)]
-    assert rows.num_rows.tolist() == list(map(len, tokens_of))
-    first = 0
-    for expert, tokens in enumerate(tokens_of):
-        assert rows.first[expert] == first
+    expert = np.asarray(routing, np.int32)
+    rows, tiles = jax.tree.map(np.asarray, rows_and_tiles(expert))
+    order = check_order(expert, EXPERTS, len(rows.token), rows.place, tiles, GROUP, TILE)
+    assert rows.num_rows.tolist() == [len(tokens) for _, tokens in order]
+    assert rows.first.tolist() == [first for first, _ in order]
+    for first, tokens in order:
         assert rows.token[first : first + len(tokens)].tolist() == tokens
-        first += -(-len(tokens) // GROUP) * GROUP
-    assert first <= len(rows.token)
-    for token, chosen in enumerate(routing):
-        for expert, place in zip(chosen, rows.place[token], strict=True):
-            is_here = 0 <= expert < EXPERTS
-            want = rows.first[expert] + tokens_of[expert].index(token) if is_here else len(rows.token)
-            assert place == want
-    cut = [
-        (expert, rows.first[expert] + done, min(TILE, len(tokens) - done))
-        for expert, tokens in enumerate(tokens_of)
-        for done in range(0, len(tokens), TILE)
-    ]
-    assert list(zip(*(field[: len(cut)] for field in tiles[:3]), strict=True)) == cut
-    assert tiles.end[-1] == len(cut)
-    assert not tiles.rows[len(cut) :].any()
 
 
 def test_there_is_room_for_the_most_that_routings_can_need() -> None:
