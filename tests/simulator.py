@@ -26,7 +26,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     for function in (
-        query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms, multiply_keys, multiply_values,
+        query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms, any_above,
+        multiply_keys, multiply_values,
     ):  # fmt: skip
         monkeypatch.setattr(tensor_core, function.__name__, function)
 
@@ -107,12 +108,15 @@ def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
     return jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)
 
 
-def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any, issued: Callable[[], None]) -> jax.Array:
+def any_above(numbers: jax.Array, limit: float) -> jax.Array:
+    """Say whether one of the numbers is above a limit or NaN, of all warps at once."""
+    return jnp.any(~(numbers <= limit)).astype(jnp.int32)
+
+
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
     """Return the products of a tile of the query and a block of keys, [64, block]."""
     query = query_tile(pipeline, buffer)
-    products = multiply(query, rows_of(pipeline, keys).T.astype(query.dtype))
-    issued()
-    return products
+    return multiply(query, rows_of(pipeline, keys).T.astype(query.dtype))
 
 
 def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:

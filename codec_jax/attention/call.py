@@ -111,9 +111,10 @@ def forest_attention(
         "ampere" (kernels for every NVIDIA GPU since Ampere: bfloat16 or float16, H and V multiples of 8 up to 256; on
         Hopper for plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest of them that
         this device and these shapes allow; where that is "xla" on a GPU, a warning says why.
-      return_residuals: also return the row maximum of the scores, scaled and capped, and the row sum of their
-        exponentials, float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`). Sinks are in
-        both, so partials that are merged later must not add them again.
+      return_residuals: also return the row maximum of the scores, scaled and capped, and the row sum of exp(score -
+        maximum), float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`). With pages of one
+        byte a number "mosaic" returns in the maximum's place a number that may be up to 7 less, and the sum to it.
+        Sinks are in both, so partials that are merged later must not add them again.
       mesh: the devices that query and pages are divided among: along an axis "tensor" by their heads, and along an axis
         "context" the pages, of which each device has an equal run (`PagePool.create(devices=...)`). The output is
         divided by heads. Inside of `jax.shard_map` there is no need for it: everything is one device's there, and a

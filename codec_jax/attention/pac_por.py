@@ -22,7 +22,7 @@ class Partial:
     """Attention of rows over some of their tokens, float32. Rows that saw no token have max = -inf, the rest 0."""
 
     out: Float[Array, "*rows H"]  # normalised by `sum`
-    max: Float[Array, "*rows"]  # greatest score, scaled and capped
+    max: Float[Array, "*rows"]  # greatest score, scaled and capped; of some kernels a number a little below it
     sum: Float[Array, "*rows"]  # sum of exp(score - max)
 
     @classmethod

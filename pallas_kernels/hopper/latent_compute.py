@@ -12,13 +12,9 @@ from jax import lax
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import latent_products, tensor_core
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline
-from pallas_kernels.hopper.pac_compute import (
-    LaneWork,
-    all_rows,
-    broadcast_rows,
-    clear_other_rows,
-    mask_scores,
-)
+from pallas_kernels.hopper.pac_mask import all_rows, broadcast_rows, clear_other_rows, mask_scores
+from pallas_kernels.hopper.pac_pipeline import LaneWork
+from pallas_kernels.hopper.pac_softmax import filled
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Segment
 from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
@@ -82,18 +78,12 @@ def follow(pipeline: LatentPipeline) -> None:
 
 
 def _init_state(pipeline: LatentPipeline) -> _State:
-    return _State(_init_accs(pipeline), _filled(MASK_VALUE, TILE_ROWS), _filled(0, TILE_ROWS))
+    return _State(_init_accs(pipeline), filled(MASK_VALUE, TILE_ROWS), filled(0, TILE_ROWS))
 
 
 def _init_accs(pipeline: LatentPipeline) -> list[jax.Array]:
     columns = pipeline.sizes.acc_columns
-    return [_filled(0, TILE_ROWS, columns)] * (HALF // columns)
-
-
-def _filled(value: float, *shape: int) -> jax.Array:
-    """Return registers of one value, [64] or [64, columns]."""
-    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    return [filled(0, TILE_ROWS, columns)] * (HALF // columns)
 
 
 def _score_block(pipeline: LatentPipeline, lane: LaneWork, i: jax.Array, state: _State, masked: bool) -> _State:

@@ -84,6 +84,11 @@ class Sizes(PacSizes):
         return self.value_head_dim if self.value_head_dim <= 128 and not self.is_padded else 64
 
     @property
+    def by_reference(self) -> bool:
+        """Which way the softmax goes: by reference, arithmetic is less, and it is no faster where memory decides."""
+        return False
+
+    @property
     def mask_value(self) -> float:
         """The score of a token that a row does not see."""
         return MASK_VALUE
@@ -102,6 +107,26 @@ class Sizes(PacSizes):
     def query_buffers(self) -> int:
         """Tiles of the query in shared memory; small ones are copied while as many are in use."""
         return 2 * LANES if self.head_dim == 64 else LANES  # of 128 columns a third one fits, and gains nothing
+
+
+class LaneWork(NamedTuple):
+    """The part of a segment that a lane does."""
+
+    segment: Segment
+    tile: jax.Array  # whose rows: 0 or 1
+    buffer: jax.Array  # of the query
+    done: jax.Array  # blocks of earlier segments
+    stride: jax.Array  # the lane works on blocks first, first + stride, ...
+    first: jax.Array
+    row_scale: jax.Array | None = None  # [64], factors on the scores of each row
+
+    def number(self, j: jax.Array) -> jax.Array:
+        """Return which of the thread block's blocks the lane's block j is."""
+        return self.done + j * self.stride + self.first
+
+    def blocks_before(self, end: jax.Array) -> jax.Array:
+        """Count the lane's blocks before block `end` of the segment."""
+        return lax.div(jnp.maximum(end - self.first + self.stride - 1, 0), self.stride)
 
 
 class Pipeline:
@@ -174,12 +199,6 @@ class Pipeline:
         """Pick the barrier that says that a block's values are not needed any more."""
         del number
         return self.refs.values_free.at[stage]
-
-    def take_turn(self, segment: Segment, needed: Any = True) -> None:
-        """Wait until the other lane has issued its products, if lanes take turns."""
-
-    def give_turn(self, segment: Segment, needed: Any = True) -> None:
-        """Let the other lane have the tensor cores, if lanes take turns."""
 
     def wait_for_mask(self, number: jax.Array, stage: jax.Array) -> None:
         """Wait until the mask of block `number` may be written."""

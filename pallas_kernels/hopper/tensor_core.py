@@ -1,12 +1,14 @@
 """Work that only a GPU does: products by wgmma, and several views of one shared memory."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from pallas_kernels.compat import load, store, transposed
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, EIGHTS, PaddedRing, Pipeline, Query, Sizes, tiles_of
@@ -75,21 +77,40 @@ def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> N
             made.at[at, rows][...] = part
 
 
-def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any, issued: Callable[[], None]) -> jax.Array:
-    """Return the products of a tile of the query and a block of keys: [64, block]. Calls `issued` when they are issued.
+def any_above(numbers: jax.Array, limit: float) -> jax.Array:
+    """Say of each warp whether one of its numbers, [64, columns], is above a limit or NaN, by 1 or 0."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def vote(_: Any, numbers: Any) -> Any:
+        word, most = ir.IntegerType.get_signless(32), mgpu.c(limit, ir.F32Type.get())
+        found = mgpu.c(0, ir.IntegerType.get_signless(1))
+        for pair in numbers.registers.flat:
+            for place in range(2):
+                number = vector.extract(pair, [], [place])
+                found = arith.ori(found, arith.cmpf(arith.CmpFPredicate.UGT, number, most))
+        found = nvvm.vote_sync(mgpu.c(0xFFFFFFFF, word), found, "any")
+        return mgpu.FragmentedArray.splat(arith.extui(word, found), (), is_signed=True)
+
+    return vote(numbers)
+
+
+def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
+    """Return the products of a tile of the query and a block of keys: [64, block].
 
     Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64]. A query of several terms, one after
     the other, is their sum.
     """
     sizes, query = pipeline.sizes, pipeline.query(buffer)
 
-    def products(scores_ref: Any) -> jax.Array:
+    def products(products_ref: Any) -> jax.Array:
         for part in range(query.shape[0]):
             at = part % sizes.query_parts
             columns = keys.at[at] if sizes.is_padded else keys.at[:, pl.ds(at * COLUMNS, COLUMNS)]
-            plgpu.wgmma(scores_ref, query.at[part], transposed(columns))
-        issued()
-        return scores_ref[...]
+            plgpu.wgmma(products_ref, query.at[part], transposed(columns))
+        return products_ref[...]
 
     return pl.run_scoped(products, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))
 

@@ -13,12 +13,8 @@ numbers, and the hardware converts two of them at a time.
     widened_full  buffer, 3 sets          preparer, once                           the lanes that work on the block
     widened_free  buffer                  each lane; in a narrow segment the lane  preparer, before it fills the buffer
                                           of the block, twice
-    turn          lane                    the other lane, in a wide segment, when  that lane, before its next products
-                                          its products are issued                  of values (lane 1: of keys, at first)
 
-Lanes that wait for the tensor cores at once also leave them idle at once, since the products of both take equally long.
-So in wide segments, where these decide, lanes take turns: with the values of a block and the keys of the next one. All
-other barriers are those of `pac_pipeline`.
+All other barriers are those of `pac_pipeline`.
 """
 
 from dataclasses import dataclass
@@ -48,6 +44,11 @@ class OneByteSizes(Sizes):
     def dtype(self) -> Any:
         """That of products with values."""
         return WIDE
+
+    @property
+    def by_reference(self) -> bool:
+        """Which way the softmax goes: by reference, but with 256 columns of values registers would run out."""
+        return self.value_head_dim <= 128
 
     @property
     def mask_value(self) -> float:
@@ -105,20 +106,6 @@ class OneBytePipeline(Pipeline):
         del stage
         return self.refs.widened_free.at[self._buffer(number)]
 
-    def take_turn(self, segment: Segment, needed: Any = True) -> None:
-        """Wait, in a wide segment, until the other lane has issued the products of its turn."""
-
-        @pl.when(segment.is_wide & needed)
-        def _take() -> None:
-            plgpu.barrier_wait(self.refs.turn.at[self.warpgroup])
-
-    def give_turn(self, segment: Segment, needed: Any = True) -> None:
-        """Let the other lane of a wide segment have the tensor cores."""
-
-        @pl.when(segment.is_wide & needed)
-        def _give() -> None:
-            plgpu.barrier_arrive(self.refs.turn.at[1 - self.warpgroup])
-
     def wait_for_mask(self, number: jax.Array, stage: jax.Array) -> None:
         """Nothing is to be waited for: whoever had the stage gave back its values before those of a later block."""
 
@@ -151,6 +138,5 @@ def scratch(sizes: OneByteSizes) -> dict[str, Any]:
         "values_free": plgpu.Barrier(num_barriers=sizes.stages),
         "widened_full": plgpu.Barrier(num_barriers=(LANES + 1) * sizes.buffers),
         "widened_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.buffers),
-        "turn": plgpu.Barrier(num_barriers=LANES),
         **terms.scratch(sizes),
     }

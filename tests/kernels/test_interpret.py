@@ -156,6 +156,24 @@ def test_pages_of_one_byte_are_attended_as_what_they_mean(
     assert RACE not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "most", "requests", "softcap"),
+    [(jnp.bfloat16, 600.0, 10, None), (jnp.bfloat16, 30.0, 10, 20.0), (jnp.float8_e4m3fn, 16.0, 10, None),
+     (jnp.float8_e4m3fn, 16.0, 2, None)],
+)  # fmt: skip
+def test_scores_may_rise_and_fall_along_a_context(
+    kv_dtype: Any, most: float, requests: int, softcap: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By more than float32 has exponents for where there are 16 bits. Of ten requests the root is wide."""
+    heads, leaves = Heads(12, 1, 64), list(range(1, requests + 1))
+    forest = Forest.from_nodes([-1] + [0] * requests, [800, *range(3, 3 + requests)], leaves, request_capacity=12)
+    plan = plan_of(forest, heads, num_ctas=1, block_capacity=0)
+    assert (num_wide(plan) > 0) == (requests > 2)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=70, kv_dtype=kv_dtype).with_slopes(forest, most)
+    check(arrays, forest, plan, softcap=softcap)
+    assert RACE not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("query_tokens", "window"), [(1, None), (2, None), (1, 60)])
 def test_one_plan_serves_leaves_that_grow_without_races(
     query_tokens: int, window: int | None, capsys: pytest.CaptureFixture[str]

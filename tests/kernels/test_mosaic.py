@@ -60,6 +60,25 @@ def test_wide_segments_equal_dense_attention(query_tokens: int, order: str, leaf
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kv_dtype", "most", "softcap"),
+    [(jnp.bfloat16, 600.0, None), (jnp.bfloat16, 30.0, 20.0), (jnp.float8_e4m3fn, 16.0, None)],
+)
+@pytest.mark.parametrize(
+    ("heads", "requests"), [(Heads(32, 8, 128), 45), (Heads(24, 2, 64), 5), (Heads(8, 2, 256), 40)]
+)
+def test_scores_may_rise_and_fall_along_a_context(
+    heads: Heads, requests: int, kv_dtype: Any, most: float, softcap: float | None
+) -> None:
+    """By more than float32 has exponents for where there are 16 bits."""
+    lengths, leaves = np.random.default_rng(0).integers(0, 900, requests), np.arange(requests) + 1
+    forest = Forest.from_nodes([-1] + [0] * requests, [5000, *lengths], leaves, request_capacity=48)
+    plan = plan_of(forest, heads)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=3000, kv_dtype=kv_dtype)
+    check(arrays.with_slopes(forest, most), forest, plan, requests=(0, 1, requests - 1), softcap=softcap)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("query_tokens", [1, 5])
 @pytest.mark.parametrize("window", [100, 700, Window(500, chunked=True)], ids=str)
 @pytest.mark.parametrize(("heads", "block_tokens"), CONFIGS + PADDED_CONFIGS)

@@ -1,0 +1,85 @@
+"""Masks of PAC on the scores of a block: rows that do not see it, or tokens that a row does not see."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load
+from pallas_kernels.hopper.pac_pipeline import UNIFORM_READERS, LaneWork, Pipeline
+from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, unpack_readers
+
+
+def mask_scores(
+    pipeline: Pipeline, lane: LaneWork, stage: jax.Array, readers: Any, scores: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the rows that may see the block, and scores that are lowered where such a row does not see a token.
+
+    Where all tokens have the same `readers`, as in most blocks of a long leaf, nothing needs to be done by token.
+    """
+    by_token = functools.partial(_mask_by_token, pipeline, lane, stage)
+    if pipeline.sizes.has_positions or pipeline.sizes.token_planes:
+        return all_rows(), by_token(scores)
+
+    def uniform(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        visible = is_reader(row + _first_row(pipeline, lane), *unpack_readers(readers & ~UNIFORM_READERS))  # [64]
+        # Scores stay as they are: were both branches to select, the compiler would join them and keep, in registers
+        # that it does not have, one predicate for each score.
+        return visible, scores
+
+    def mixed(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return all_rows(), by_token(scores)
+
+    return lax.cond(readers & UNIFORM_READERS != 0, uniform, mixed, scores)
+
+
+def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores: jax.Array) -> jax.Array:
+    """Lower the scores of tokens that a row does not see."""
+    sizes, refs, mask = pipeline.sizes, pipeline.refs, pipeline.refs.mask
+    along = plgpu.Layout.WGMMA.reduce(0)
+
+    def over_columns(x: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(x, scores.shape, [1])
+
+    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
+    readers = load(mask.at[stage, 0, pl.ds(0, sizes.block)], along)  # [block]
+    visible = is_reader(row + _first_row(pipeline, lane), *map(over_columns, unpack_readers(readers)))
+    scores = jnp.where(visible, scores, sizes.mask_value)
+    if sizes.has_positions:
+        tile = jnp.where(lane.tile == 0, lane.segment.tile0, lane.segment.tile1)
+        at = pl.ds(tile * sizes.packing.tile_rows, TILE_ROWS)
+        bounds: list[tuple[Any, Any]] = [(refs.query_position, is_not_after)] if sizes.causal else []
+        bounds += [(refs.first_position, is_in_window)] if sizes.windowed else []
+        for ref, is_within in bounds:
+            bound = load(ref.at[at], plgpu.Layout.WGMMA.reduce(1))  # [64]
+            position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
+            within = is_within(over_columns(position), broadcast_rows(bound, sizes.block))
+            scores = jnp.where(within, scores, sizes.mask_value)
+    return scores
+
+
+def _first_row(pipeline: Pipeline, lane: LaneWork) -> jax.Array:
+    """Count the rows before the lane's tile, since readers are counted over both tiles of a wide segment."""
+    return lane.tile * pipeline.sizes.packing.tile_rows
+
+
+def all_rows() -> jax.Array:
+    """Return [64] of True, whose operations the compiler leaves out."""
+    return plgpu.layout_cast(jnp.full((TILE_ROWS,), True), plgpu.Layout.WGMMA.reduce(1))
+
+
+def clear_other_rows(visible: jax.Array, weights: jax.Array) -> jax.Array:
+    """Clear the rows that do not see the block, even of NaN; bit by bit, since that takes two weights at once."""
+    bits = broadcast_rows(jnp.where(visible, jnp.int16(-1), jnp.int16(0)), weights.shape[1])  # [64, block]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(weights, jnp.int16) & bits, weights.dtype)
+
+
+def broadcast_rows(rows: jax.Array, width: int) -> jax.Array:
+    """Repeat a value of each row along the columns."""
+    return lax.broadcast_in_dim(rows, (TILE_ROWS, width), [0])

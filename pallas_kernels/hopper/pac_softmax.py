@@ -1,0 +1,136 @@
+"""The online softmax of PAC: the state of a row tile, and two ways to add the scores of a block to it.
+
+Weights of a row are relative to a number, its reference, and any will do that lets none overflow, as outputs and sums
+are divided by each other in the end. `_add_exactly` takes the maximum so far: weights wait for the maximum of their
+block, and what is added up already is scaled for every block. `_add_by_reference` keeps a reference until a block has
+weights far above 1, and adds that block again, by its maximum. Weights follow the scores at once then, and
+accumulators are left alone. A row takes a new reference for its own scores alone, never for those of other rows.
+
+Scores and references are in units of log2, since exp2 is what the hardware computes. One maximum for all rows, and a
+second try where weights overflow, are in FlashDecoding++ (https://arxiv.org/abs/2311.01282).
+"""
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper.pac_mask import broadcast_rows, clear_other_rows
+from pallas_kernels.hopper.pac_pipeline import Sizes
+from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
+
+#: By reference, weights are added up by columns 8 apart, which threads do by themselves.
+_SUMS = 8
+#: Far above 1: a sum of weights for which a row takes a new reference. Float16 has room for 64 times as much.
+_FAR = 1024.0
+
+
+class State(NamedTuple):
+    """Softmax of a tile so far, not normalised."""
+
+    accs: list[jax.Array]  # [64, columns] each
+    reference: jax.Array  # [64]: the maximum, or up to 10 less
+    sums: jax.Array  # of weights, [64], or by reference [64, 8]
+
+
+class Scores(NamedTuple):
+    """Products of a tile with a block of keys, masked, and what makes scores of them."""
+
+    products: jax.Array  # [64, block]
+    factor: float | jax.Array  # or [64]
+    visible: jax.Array  # [64], the rows that see the block at all
+
+
+def init_state(sizes: Sizes) -> State:
+    """Return the state of a tile that has seen nothing."""
+    return State(
+        accs=[filled(0, TILE_ROWS, sizes.acc_columns)] * (sizes.value_head_dim // sizes.acc_columns),
+        reference=filled(MIN_ROW_MAX if sizes.by_reference else MASK_VALUE, TILE_ROWS),
+        sums=filled(0, TILE_ROWS, _SUMS) if sizes.by_reference else filled(0, TILE_ROWS),
+    )
+
+
+def capped(sizes: Sizes, products: jax.Array, row_scale: jax.Array | None) -> tuple[jax.Array, float | jax.Array]:
+    """Return products [64, block], capped if scores are, and their factor: a number, or one of each row."""
+    factor: float | jax.Array = sizes.factor if sizes.cap_factor is None else sizes.cap_factor
+    factor = factor if row_scale is None else factor * row_scale
+    if sizes.cap_factor is None:
+        return products, factor
+    return tanh(_scaled(products, factor)), sizes.factor
+
+
+def add_block(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:
+    """Return a block's weights [64, block], rounded, and the state without their products with values.
+
+    Args:
+      sizes: of the kernel; they say which way.
+      state: so far.
+      scores: those of the block.
+      is_first: whether the tile has seen nothing yet.
+    """
+    if sizes.by_reference:
+        return _add_by_reference(sizes, state, scores, is_first)
+    return _add_exactly(sizes, state, scores)
+
+
+def row_sum(state: State) -> jax.Array:
+    """Return the sum of a row's weights, [64]."""
+    return state.sums if state.sums.ndim == 1 else state.sums.sum(axis=1)
+
+
+def filled(value: float, *shape: int) -> jax.Array:
+    """Return registers of one value, [64] or [64, columns]."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _add_exactly(sizes: Sizes, state: State, scores: Scores) -> tuple[jax.Array, State]:
+    products, factor, visible = scores
+    block_max = jnp.where(visible, products.max(axis=1) * factor, MASK_VALUE)  # [64]
+    row_max = jnp.maximum(jnp.maximum(state.reference, block_max), MIN_ROW_MAX)
+    alpha = jnp.exp2(state.reference - row_max)
+    weights = jnp.exp2(_scaled(products, factor) - broadcast_rows(row_max, sizes.block))  # [64, block]
+    accs = [acc * broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
+    rounded = clear_other_rows(visible, weights.astype(sizes.dtype))
+    return rounded, State(accs, row_max, state.sums * alpha + jnp.where(visible, weights.sum(axis=1), 0.0))
+
+
+def _add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:
+    products, factor, visible = scores
+
+    def relative_to(reference: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = jnp.exp2(_scaled(products, factor) - broadcast_rows(reference, sizes.block))  # [64, block]
+        sums = functools.reduce(operator.add, (weights[:, at : at + _SUMS] for at in range(0, sizes.block, _SUMS)))
+        sums = jnp.where(broadcast_rows(visible, _SUMS), sums, 0.0)  # [64, 8]
+        return clear_other_rows(visible, weights.astype(sizes.dtype)), sums
+
+    def unknown(_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return filled(0, TILE_ROWS, sizes.block).astype(sizes.dtype), filled(jnp.inf, TILE_ROWS, _SUMS)
+
+    def keep(state: State, weights: jax.Array, sums: jax.Array) -> tuple[jax.Array, State]:
+        return weights, state._replace(sums=state.sums + sums)
+
+    def renew(state: State, _: jax.Array, sums: jax.Array) -> tuple[jax.Array, State]:
+        row_max = jnp.maximum(state.reference, products.max(axis=1) * factor)  # [64]
+        is_near = sums.max(axis=1) <= _FAR  # not so of NaN
+        reference = jnp.where(is_near, state.reference, row_max)
+        alpha = jnp.exp2(state.reference - reference)
+        weights, sums = relative_to(reference)
+        accs = [acc * broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
+        return weights, State(accs, reference, state.sums * broadcast_rows(alpha, _SUMS) + sums)
+
+    # A tile that has seen nothing has no reference worth a try.
+    weights, sums = lax.cond(is_first, unknown, relative_to, state.reference)
+    is_far = tensor_core.any_above(sums, _FAR)
+    return lax.switch(is_far, [keep, renew], state, weights, sums)
+
+
+def _scaled(products: jax.Array, factor: float | jax.Array) -> jax.Array:
+    """Multiply [64, block] by a number, or by one of each row."""
+    return products * (factor if isinstance(factor, float) else broadcast_rows(factor, products.shape[1]))
