@@ -60,6 +60,9 @@ class Call(NamedTuple):
     # Factors on keys and values of each kv head, float32; None for 1. Pages of one byte a number have them.
     key_scale: Float[jax.Array, " K"] | None = None
     value_scale: Float[jax.Array, " K"] | None = None
+    # In their place, those of each token and kv head; pages of the caller's, which may be several of the plan's.
+    key_scale_of_tokens: Float[jax.Array, "num_pages K page_size"] | None = None
+    value_scale_of_tokens: Float[jax.Array, "num_pages K page_size"] | None = None
 
 
 class Family(NamedTuple):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from pallas_kernels import by_thread
 from pallas_kernels.ampere import instructions, pac, pac_compute, pac_load, products
 from pallas_kernels.ampere.pac_load import Ahead
 from pallas_kernels.ampere.pac_work import Work
@@ -27,7 +28,8 @@ _RINGS = ("key_ring", "value_ring")
 def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
-    for function in (gather, keep, copy_rows, wait_for_threads, store_rows):
+    monkeypatch.setattr(by_thread, "gather", gather)
+    for function in (keep, copy_rows, wait_for_threads, store_rows):
         monkeypatch.setattr(instructions, function.__name__, function)
     for function in (warp, has_rows, has_readers, multiply_keys, multiply_values):
         monkeypatch.setattr(products, function.__name__, function)

@@ -178,12 +178,12 @@ class Exact(NamedTuple):
         kv_heads = arrays.key_pages.shape[2]
         key, value = (
             np.asarray(np.asarray(pages).reshape(-1, kv_heads, pages.shape[3])[slots], np.float64).transpose(1, 0, 2)
-            * np.broadcast_to(np.asarray(of_heads, np.float64), kv_heads)[:, None, None]
-            for pages, of_heads in zip(arrays[1:], scales, strict=True)
+            * _factors(scale, kv_heads, slots)
+            for pages, scale in zip(arrays[1:], scales, strict=True)
         )
         rows = query.reshape(tokens, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
         scores = rows @ key[:, None].swapaxes(2, 3) * (head_dim**-0.5 if scale is None else scale)
-        largest = np.abs(scores).max(axis=-1, keepdims=True)
+        largest = np.abs(scores).max(axis=-1, keepdims=True, initial=0)
         scores = scores if softcap is None else np.tanh(scores / softcap) * softcap
         first = len(slots) - tokens
         position, query_position = np.arange(len(slots)), first + np.arange(tokens)
@@ -211,6 +211,24 @@ class Exact(NamedTuple):
         if arrays.key_pages.dtype.itemsize == 1:  # what the tensor cores lose of a score, weights do twice
             error += 2 * FEW_BITS * largest.transpose(2, 0, 1, 3).reshape(tokens, q_heads, 1) * size
         return cls(out, logsumexp.transpose(2, 0, 1).reshape(tokens, q_heads), error)
+
+
+def _factors(scale: Any, kv_heads: int, slots: np.ndarray) -> np.ndarray:
+    """Return factors on the numbers of tokens, [K, S, 1] or [K, 1, 1], from those of heads or of tokens and heads."""
+    scale = np.asarray(scale, np.float64)
+    if scale.ndim < 3:
+        return np.broadcast_to(scale, kv_heads)[:, None, None]
+    return scale.transpose(1, 0, 2).reshape(kv_heads, -1)[:, slots, None]
+
+
+def token_scales(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Scales of each token and kv head, 2^-6 to 1, in no order; of what no request reads NaN for keys, 32 for values."""
+    largest, rng, scales = float(jnp.finfo(arrays.key_pages.dtype).max), np.random.default_rng(1), []
+    for pages, unread in zip(arrays[1:], (np.nan, 32.0), strict=True):
+        is_read = np.abs(np.asarray(pages[..., 0], np.float32)) < largest
+        scale = np.where(is_read, 2.0 ** rng.uniform(-6, 0, is_read.shape), unread)
+        scales.append(jnp.asarray(scale.transpose(0, 2, 1), jnp.float32))
+    return scales[0], scales[1]
 
 
 def check(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from pallas_kernels import by_thread
 from pallas_kernels.hopper import pac, tensor_core
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, PaddedRing, Pipeline, Query, Sizes, tiles_of
 from pallas_kernels.hopper.terms import TERM, in_terms
@@ -25,6 +26,7 @@ from pallas_kernels.packing import TILE_ROWS, Packing
 def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
+    monkeypatch.setattr(by_thread, "gather", gather)
     for function in (
         query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms, any_above,
         multiply_keys, multiply_values,
@@ -47,6 +49,11 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
         lambda pipeline: [pipeline.refs.query_free.at[buffer] for buffer in range(pipeline.sizes.query_buffers)],
     )
     then_see("compute", lambda _: (), lambda pipeline: [pipeline.refs.state_free.at[pipeline.warpgroup]])
+
+
+def gather(ref: Any, index: jax.Array) -> jax.Array:
+    """Load a number for each thread; an index that is none gives NaN."""
+    return ref[...].at[index].get(mode="fill", fill_value=jnp.nan)
 
 
 def query_scratch(sizes: Sizes, other: Any = None) -> Any:

@@ -38,8 +38,8 @@ def forest_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
+    key_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
+    value_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
     implementation: str | None = None,
     return_residuals: Literal[False] = False,
     mesh: Mesh | None = None,
@@ -58,8 +58,8 @@ def forest_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
+    key_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
+    value_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
     implementation: str | None = None,
     return_residuals: Literal[True],
     mesh: Mesh | None = None,
@@ -77,8 +77,8 @@ def forest_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
+    key_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
+    value_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
     implementation: str | None = None,
     return_residuals: bool = False,
     mesh: Mesh | None = None,
@@ -103,8 +103,8 @@ def forest_attention(
       sinks: [N], any float dtype: one more logit in the softmax of each q head, neither scaled nor capped, that no
         value belongs to; None for none.
       key_scale: [K], any float dtype: factor on the keys of each kv head, for pages of one byte a number (float8_e4m3fn
-        or float8_e5m2; `KVPages.quantisation`); None for 1.
-      value_scale: the same for values.
+        or float8_e5m2; `KVPages.quantisation`); or [num_pages, K, page_size], of each token and kv head. None for 1.
+      value_scale: the same for values. Of each token they are at most 32, and finite also where nobody reads.
       implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these if H = V is 64, 256, 512 or
         a multiple of 8 from 72 to 128, or H = 192 and V = 128, of one byte a number if H = V is 64, 128 or 256;
         and latents, H = 576, V = 512, K = 1 and value_pages None, of 16 bits or `LatentPages`),
@@ -150,6 +150,8 @@ def forest_attention(
     for name, factor in (("key_scale", key_scale), ("value_scale", value_scale)):
         if factor is not None:
             _check_scale(name, factor, keys, of_latents=quantisation is not None)
+    if (key_scale is not None and key_scale.ndim == 3) != (value_scale is not None and value_scale.ndim == 3):
+        raise ValueError("key_scale, value_scale: expected scales of each token for both or for none, got one of them")
     if quantisation is not None:
         query = query.astype(jnp.float32)  # which products with what latents mean do not round
     scale = None if scale is None else checks.number("scale", scale)
@@ -188,7 +190,8 @@ def forest_attention(
     )
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
-    call = Call(query, keys, value_pages, position, first, *planned, *beside, *_in_float32(key_scale, value_scale))
+    call = Call(query, keys, value_pages, position, first, *planned, *beside)
+    call = call._replace(**_scales(key_scale=key_scale, value_scale=value_scale))
     out, row_max, row_sum = backend.attend(call, scores)
     residuals = row_max, row_sum
     if sinks is not None:
@@ -197,8 +200,10 @@ def forest_attention(
     return (out, residuals) if return_residuals else out
 
 
-def _in_float32(*scales: Array | None) -> tuple[Array | None, ...]:
-    return tuple(None if scale is None else scale.astype(jnp.float32) for scale in scales)
+def _scales(**scales: Array | None) -> dict[str, Array]:
+    """Name scales as a `Call` does, in float32."""
+    given = {name: scale.astype(jnp.float32) for name, scale in scales.items() if scale is not None}
+    return {name if scale.ndim == 1 else f"{name}_of_tokens": scale for name, scale in given.items()}
 
 
 @jax.custom_jvp
@@ -223,13 +228,15 @@ def _check_sinks(sinks: Array, query: Array) -> None:
 
 
 def _check_scale(name: str, scale: Array, key_pages: Array, *, of_latents: bool) -> None:
-    """Raise ValueError unless a scale is a number for each kv head, of pages that have scales."""
+    """Raise ValueError unless a scale is a number for each kv head, or token and head, of pages that have scales."""
     if of_latents:
         raise ValueError(f"{name}: expected None for `LatentPages`, which have their scales with them")
     checks.shape("key_pages", key_pages, num_pages=None, page_size=None, K=None, H=None)
     if key_pages.dtype.itemsize > 1:
         raise ValueError(f"{name}: expected None for pages of {key_pages.dtype}; scales are for one byte a number")
-    checks.shape(name, checks.array(name, scale), K=key_pages.shape[2])
+    num_pages, page_size, heads, _ = key_pages.shape
+    by_token = {"num_pages": num_pages, "K": heads, "page_size": page_size}
+    checks.shape(name, checks.array(name, scale), **(by_token if scale.ndim == 3 else {"K": heads}))
     checks.float_dtype(name, scale.dtype)
 
 

@@ -55,7 +55,7 @@ def attend_on_mesh(
         def of_types(spec: PartitionSpec) -> PartitionSpec:
             return PartitionSpec(*(name if name in explicit else None for name in spec))
 
-        specs = _specs(mesh, plan)
+        specs = _specs(mesh, plan, key_scale, value_scale)
         for name, array in (("key_pages", key_pages), ("value_pages", value_pages)):
             if array is not None:
                 _check_placed(name, array, of_types(specs.key_pages))
@@ -97,7 +97,7 @@ def _on_devices(
         residuals = row_max, row_sum
         return (out, residuals) if sinks is None else add_sinks(out, residuals, sinks)
 
-    specs = _specs(mesh, plan)
+    specs = _specs(mesh, plan, key_scale, value_scale)
     on_devices = jax.shard_map(
         local, mesh=mesh, in_specs=tuple(specs), out_specs=(specs.query, (specs.query, specs.query))
     )
@@ -118,12 +118,13 @@ class _Specs(NamedTuple):
     drafts: PartitionSpec
 
 
-def _specs(mesh: Mesh, plan: Plan) -> _Specs:
+def _specs(mesh: Mesh, plan: Plan, *scales: Array | None) -> _Specs:
     context, tensor = (axis if axis in mesh.axis_names else None for axis in (CONTEXT, TENSOR))
     pages = PartitionSpec(context, None, tensor, None)
     by_head = PartitionSpec(None, None, tensor)
-    of_heads, whole = PartitionSpec(tensor), PartitionSpec()
-    return _Specs(by_head, pages, pages, plan.specs, of_heads, of_heads, of_heads, whole, whole)
+    of_heads, of_tokens, whole = PartitionSpec(tensor), PartitionSpec(context, tensor, None), PartitionSpec()
+    of_scales = (of_tokens if scale is not None and scale.ndim == 3 else of_heads for scale in scales)
+    return _Specs(by_head, pages, pages, plan.specs, of_heads, *of_scales, whole, whole)
 
 
 def _check_placed(name: str, pages: Array, expected: PartitionSpec) -> None:

@@ -79,6 +79,7 @@ def _segments(call: Call, scores: Scores) -> Partial:
         values = keys[..., :value_dim]
         if call.value_pages is not None:
             values = call.value_pages[pages.page_id, :, head[:, None]]
+            values = _times(values, call.value_scale_of_tokens, pages.page_id, head[:, None])
         of_block = pac(
             tiles[tile, head[:, None]].reshape(*rows, head_dim),
             keys.reshape(num_ctas, -1, head_dim),  # [C, S, H]
@@ -120,10 +121,24 @@ def _segments(call: Call, scores: Scores) -> Partial:
 
 def _keys(call: Call, page: Int[Array, "C pages"], head: Int[Array, "C 1"]) -> Float[Array, "C pages page_tokens H"]:
     """Return the keys of pages as they are meant; the factors of whole kv heads are the caller's."""
-    keys = call.key_pages[page, :, head]
+    keys = _times(call.key_pages[page, :, head], call.key_scale_of_tokens, page, head)
     if call.latent_scale is None or call.rotated_keys is None:
         return keys
     return meant(keys, call.latent_scale[page, :, head], call.rotated_keys[page, :, head])
+
+
+def _times(
+    tokens: Float[Array, "C pages page_tokens H"],
+    scale: Float[Array, "num_pages K page_size"] | None,
+    page: Int[Array, "C pages"],
+    head: Int[Array, "C 1"],
+) -> Float[Array, "C pages page_tokens H"]:
+    """Return tokens of the plan's pages times their scales, which are in the caller's pages."""
+    if scale is None:
+        return tokens
+    parts = scale.shape[2] // tokens.shape[2]
+    of_parts = scale.reshape(*scale.shape[:2], parts, tokens.shape[2])
+    return tokens.astype(jnp.float32) * of_parts[page // parts, head, page % parts][..., None]
 
 
 def _mask(

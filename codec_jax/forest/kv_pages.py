@@ -7,8 +7,8 @@ new value and leaves its input as it was.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,24 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
-from codec_jax.forest.token_slots import both_in_bounds, copied, in_bounds, stored
+from codec_jax.forest.token_slots import NO_SLOT, both_in_bounds, copied, in_bounds, stored
 
+#: Of a token's scale: times weights it is a number of float16 in kernels.
+MAX_SCALE = 32.0
 #: Dtypes of one byte a number that pages may have.
 ONE_BYTE = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 
 class Quantisation(NamedTuple):
-    """Of pages of one byte a number: a stored number times the scale of its kv head is the number that is meant."""
+    """Of pages of one byte a number: a stored number times its scale is the number that is meant.
 
-    key_scale: Float[Array, " K"]  # float32
-    value_scale: Float[Array, " K"]
+    A kv head has a scale, given once, or each token and kv head has one of its own, found when it is written.
+    """
+
+    key_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"]  # float32
+    value_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"]
     saturated: Int[Array, " devices"]  # on each, numbers that were too large for their scale when they were written
 
     @classmethod
@@ -61,6 +67,31 @@ class Quantisation(NamedTuple):
                 raise ValueError(f"{name}: expected positive finite numbers, got {given.tolist()}")
             scales.append(jnp.asarray(np.broadcast_to(given, num_kv_heads)))
         return cls(scales[0], scales[1], jnp.zeros(1, jnp.int32))
+
+    @classmethod
+    def by_token(cls, num_pages: int, page_size: int, num_kv_heads: int) -> Quantisation:
+        """Describe pages in which nothing is stored yet, and each token and kv head will have scales of its own.
+
+        They are 8 bytes more for each, beside the 2 H of its numbers.
+
+        Args:
+          num_pages: pages of the pool.
+          page_size: tokens in a page.
+          num_kv_heads: K, kv heads.
+
+        >>> from codec_jax.forest import KVPages, Quantisation
+        >>> pages = KVPages.zeros(4, 16, 2, 64, jnp.float8_e4m3fn, quantisation=Quantisation.by_token(4, 16, 2))
+        >>> pages = pages.write(np.array([[17]]), jnp.full((1, 1, 2, 64), 1000.0), jnp.full((1, 1, 2, 64), 1e-4))
+        >>> float(pages.key[1, 1, 0, 0] * pages.quantisation.key_scale[1, 0, 1])
+        1000.0
+        """
+        ones = jnp.ones((num_pages, num_kv_heads, page_size), jnp.float32)
+        return cls(ones, ones.copy(), jnp.zeros(1, jnp.int32))
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether each token and kv head has scales of its own."""
+        return self.key_scale.ndim == 3
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +129,8 @@ class KVPages:
           dtype: of K and V; they are rounded to it when they are written. Of one byte a number: float8_e4m3fn.
           quantisation: for one byte a number; scales of 1 by default.
 
-        Raises ValueError for a dtype of one byte that cannot be written, and for a quantisation without one.
+        Raises ValueError for a dtype of one byte that cannot be written, for a quantisation without one, and for scales
+        of other pages.
 
         >>> KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64).key.shape
         (4, 16, 2, 64)
@@ -109,6 +141,9 @@ class KVPages:
         if dtype.itemsize == 1:
             _check_writable(dtype)
             quantisation = Quantisation.of(num_kv_heads) if quantisation is None else quantisation
+            if quantisation.is_by_token:
+                sizes = {"num_pages": num_pages, "K": num_kv_heads, "page_size": page_size}
+                checks.shape("quantisation.key_scale", quantisation.key_scale, **sizes)
         elif quantisation is not None:
             raise ValueError(f"quantisation: expected None for pages of {dtype}; it is for one byte a number")
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), quantisation)
@@ -118,7 +153,7 @@ class KVPages:
 
         Entries of V that are not finite in the pages' dtype are stored as 0. K is stored as it is, so that a request
         whose own numbers have blown up still sees NaN. With one byte a number, what is too large for its scale is
-        stored as the largest number, and counted in `quantisation`.
+        stored as the largest number, and counted in `quantisation`; by token, numbers above 14336.
 
         Args:
           slots: [B, T], token slots (page * page_size + offset) from `Forest.slots`; rows for slots out of bounds
@@ -138,11 +173,17 @@ class KVPages:
         key, value, quantisation = jnp.asarray(key), jnp.asarray(value), self.quantisation
         if quantisation is not None:
             _check_writable(self.key.dtype)
-            key, large_keys = _quantise(key, quantisation.key_scale, self.key.dtype)
-            value, large_values = _quantise(value, quantisation.value_scale, self.key.dtype)
+            scales: Any = quantisation[:2]
+            if quantisation.is_by_token:
+                scales = [_scale_of(rows, self.key.dtype) for rows in (key, value)]  # [B, T, K]
+            key, large_keys = _quantise(key, scales[0], self.key.dtype)
+            value, large_values = _quantise(value, scales[1], self.key.dtype)
             is_stored = (where < math.prod(self.key.shape[:2]))[..., None, None]
             counts = ((large & is_stored).sum(dtype=jnp.int32) for large in (large_keys, large_values))
             quantisation = quantisation._replace(saturated=quantisation.saturated + sum(counts))
+            if quantisation.is_by_token:
+                kept = (_stored_scale(*of_pages, where) for of_pages in zip(quantisation[:2], scales, strict=True))
+                quantisation = Quantisation(*kept, quantisation.saturated)
         value = finite(value, self.value.dtype)
         return KVPages(stored("key", self.key, where, key), stored("value", self.value, where, value), quantisation)
 
@@ -158,8 +199,11 @@ class KVPages:
         >>> pages = KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64)
         >>> pages = pages.move(np.array([[33, 34]]), np.array([[17, 18]]))
         """
-        slots = both_in_bounds(source, target)
-        return replace(self, key=copied(self.key, *slots), value=copied(self.value, *slots))
+        slots, quantisation = both_in_bounds(source, target), self.quantisation
+        if quantisation is not None and quantisation.is_by_token:
+            kept = (_stored_scale(scale, *_scale_at(scale, *slots)) for scale in quantisation[:2])
+            quantisation = Quantisation(*kept, quantisation.saturated)
+        return KVPages(copied(self.key, *slots), copied(self.value, *slots), quantisation)
 
 
 def finite(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
@@ -173,9 +217,35 @@ def _check_writable(dtype: np.dtype) -> None:
         raise ValueError(f"dtype: expected float8_e4m3fn to write one byte a number, got {dtype}, which is only read")
 
 
+def _scale_of(rows: Float[Array, "B T K H"], dtype: np.dtype) -> Float[Array, "B T K"]:
+    """Return scales by which the largest finite number of a row becomes that of a dtype; 1 for a row of zeros."""
+    size = jnp.abs(rows.astype(jnp.float32))
+    largest = jnp.where(jnp.isfinite(size), size, 0).max(axis=-1)
+    # Rounded up, so that none is out of bounds by rounding; what is too small for a scale is 0 anyway.
+    scale = jnp.nextafter(largest / float(jnp.finfo(dtype).max), jnp.inf)
+    return jnp.where(scale >= jnp.finfo(jnp.float32).tiny, jnp.minimum(scale, MAX_SCALE), 1)
+
+
 def _quantise(
-    rows: Float[Array, "B T K H"], scale: Float[Array, " K"], dtype: np.dtype
+    rows: Float[Array, "B T K H"], scale: Float[Array, " K"] | Float[Array, "B T K"], dtype: np.dtype
 ) -> tuple[Float[Array, "B T K H"], Bool[Array, "B T K H"]]:
     """Return rows over their scale within the bounds of a dtype, and which are out of them; NaN stays as it is."""
-    scaled, largest = rows.astype(jnp.float32) / scale[None, None, :, None], float(jnp.finfo(dtype).max)
+    scaled, largest = rows.astype(jnp.float32) / scale[..., None], float(jnp.finfo(dtype).max)
     return jnp.clip(scaled, -largest, largest).astype(dtype), jnp.abs(scaled) > largest
+
+
+def _stored_scale(
+    pages: Float[Array, "num_pages K page_size"], rows: Float[Array, "B T K"], slots: Int[Array, "B T"]
+) -> Float[Array, "num_pages K page_size"]:
+    """Return scales with those of a row in each slot that is in bounds."""
+    page, place = slots // pages.shape[2], slots % pages.shape[2]
+    return pages.at[page, :, place].set(rows, mode="drop")
+
+
+def _scale_at(
+    pages: Float[Array, "num_pages K page_size"], source: Int[Array, "B T"], target: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T K"], Int[Array, "B T"]]:
+    """Return the scales in the source slots, and where to copy them: nowhere if that is out of bounds."""
+    page, place = source // pages.shape[2], source % pages.shape[2]
+    rows = pages.at[page, :, place].get(mode="fill", fill_value=1)
+    return rows, jnp.where(page < pages.shape[0], target, NO_SLOT)

@@ -10,14 +10,11 @@ from typing import Any
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
-import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-THREADS = 128
-#: A number for each thread.
-THREAD = plgpu.Layout.WG_STRIDED((THREADS,), 1)
+from pallas_kernels.by_thread import THREAD, THREADS, at_index, by_thread, first_of, global_memory, only
+
 #: How shared memory holds what products read.
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
@@ -28,24 +25,6 @@ def place_of_chunk(row: Any, chunk: Any, columns: int) -> Any:
     """Return where a chunk of a row lies in shared memory, in numbers from the first row on. Takes any integers."""
     tile, row_of_tile = row // 8 * (columns // 64) + chunk // 8, row % 8
     return tile * 512 + row_of_tile * 64 + (chunk % 8 ^ row_of_tile) * _CHUNK
-
-
-def gather(ref: Any, index: jax.Array) -> jax.Array:
-    """Load a number for each thread from an int32 array in global memory.
-
-    Args:
-      ref: int32 [n].
-      index: int32 [128], each from 0 to n - 1.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), THREAD), return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=THREAD)
-    )
-    def load(_: Any, ref: Any, index: Any) -> Any:
-        number, memory = ir.IntegerType.get_signless(32), _global(ref)
-        return _by_thread(llvm.load(number, at_index(memory, [_only(index)], number)), is_signed=True)
-
-    return load(ref, index)
 
 
 def keep(ref: Any, numbers: jax.Array) -> None:
@@ -59,7 +38,7 @@ def keep(ref: Any, numbers: jax.Array) -> None:
         number, thread = ir.IntegerType.get_signless(32), mgpu.utils.thread_idx()
         exists = arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(ref.type.shape[0], number))
         with mgpu.when(exists):
-            llvm.store(_only(numbers), at_index(mgpu.utils.memref_ptr(ref), [thread], number))
+            llvm.store(only(numbers), at_index(mgpu.utils.memref_ptr(ref), [thread], number))
 
     store(ref, numbers)
 
@@ -79,21 +58,21 @@ def copy_rows(source: Any, rows: Any, target: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(TILED)))
     def copy(_: Any, source: Any, rows: Any, target: Any) -> None:
         element, long = ir.MemRefType(source.type).element_type, ir.IntegerType.get_signless(64)
-        from_, rows_, to = _global(source), mgpu.utils.memref_ptr(rows), mgpu.utils.memref_ptr(target)
-        thread = _by_thread(mgpu.utils.thread_idx())
+        from_, rows_, to = global_memory(source), mgpu.utils.memref_ptr(rows), mgpu.utils.memref_ptr(target)
+        thread = by_thread(mgpu.utils.thread_idx())
         row_of_thread, chunk = thread // chunks, thread % chunks
-        column, size = arith.extui(long, _only(chunk * _CHUNK)), None
+        column, size = arith.extui(long, only(chunk * _CHUNK)), None
         if head_dim < columns:
             word = ir.IntegerType.get_signless(32)
-            exists = arith.cmpi(arith.CmpIPredicate.ult, _only(chunk), mgpu.c(head_dim // _CHUNK, word))
+            exists = arith.cmpi(arith.CmpIPredicate.ult, only(chunk), mgpu.c(head_dim // _CHUNK, word))
             column = arith.select(exists, column, mgpu.c(0, long))
             size = arith.select(exists, mgpu.c(2 * _CHUNK, word), mgpu.c(0, word))  # the rest is filled with 0
         for begin in range(0, copied // _CHUNK, THREADS):
             row = row_of_thread + begin // chunks
-            number = llvm.load(ir.IntegerType.get_signless(32), at_index(rows_, [_only(row)], row.mlir_dtype))
+            number = llvm.load(ir.IntegerType.get_signless(32), at_index(rows_, [only(row)], row.mlir_dtype))
             first = arith.muli(arith.extui(long, number), mgpu.c(head_dim, long))
-            place = _only(place_of_chunk(row, chunk, columns))
-            nvvm.cp_async_shared_global(
+            place = only(place_of_chunk(row, chunk, columns))
+            nvvm.cp_async_sharedglobal_memory(
                 at_index(to, [place], element),
                 at_index(from_, [arith.addi(first, column)], element),
                 2 * _CHUNK,
@@ -155,7 +134,7 @@ def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> 
         indices = layout.to_mgpu().thread_idxs(rows.shape)
         registers = zip(places.registers.flat, rows.registers.flat, strict=True)
         for (_, column), (place, row) in zip(indices, registers, strict=True):
-            at, column = _element(place), arith.index_castui(long, column)
+            at, column = first_of(place), arith.index_castui(long, column)
             exists = arith.cmpi(arith.CmpIPredicate.sge, at, mgpu.c(0, number))
             if head_dim < rows.shape[1]:
                 within = arith.cmpi(arith.CmpIPredicate.ult, column, mgpu.c(head_dim, long))
@@ -163,36 +142,6 @@ def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> 
             with mgpu.when(exists):
                 first = arith.muli(arith.extui(long, at), mgpu.c(head_dim, long))
                 first = arith.addi(first, column)
-                llvm.store(row, at_index(_global(target), [first], element))
+                llvm.store(row, at_index(global_memory(target), [first], element))
 
     store(target, places, rows)
-
-
-def at_index(pointer: Any, index: list[Any], element: Any) -> Any:
-    """Return the pointer to an element of what a pointer points to."""
-    return mgpu.utils.getelementptr(pointer, index, element)
-
-
-def _global(ref: Any) -> Any:
-    """Return the pointer to an array in global memory."""
-    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
-
-
-def _element(register: Any) -> Any:
-    """Return the first number of a register."""
-    zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-    return llvm.extractelement(register, zero)
-
-
-def _only(array: Any) -> Any:
-    """Return the number that a thread has of an array with one for each."""
-    (register,) = array.registers.flat
-    return _element(register)
-
-
-def _by_thread(number: Any, is_signed: bool = False) -> Any:
-    """Return an array that has a number of each thread."""
-    vector = llvm.mlir_undef(ir.VectorType.get((1,), number.type))
-    register = llvm.insertelement(vector, number, mgpu.c(0, ir.IntegerType.get_signless(32)))
-    registers = np.full((1,), register, dtype=object)
-    return mgpu.FragmentedArray(_registers=registers, _layout=THREAD.to_mgpu(), _is_signed=is_signed)

@@ -8,6 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import by_thread
 from pallas_kernels.ampere import instructions, products
 from pallas_kernels.ampere.pac_load import Ahead, awaited, copy_block, copy_query, keep_rows, wait_for_block
 from pallas_kernels.ampere.pac_work import Numbers, Work
@@ -121,7 +122,7 @@ def _entries_of(work: Work, block: jax.Array) -> _Entries:
     page, token = work.token_of_thread()
     if sizes.token_planes:
         of_block = at * sizes.block + page * sizes.page_tokens + token
-        return [instructions.gather(getattr(refs, name), of_block) for name in sizes.token_planes]
+        return [by_thread.gather(getattr(refs, name), of_block) for name in sizes.token_planes]
     entry = _Entry(*(work.page_field(at, page, Page._fields.index(name)) for name in _Entry._fields))
     return entry._replace(token=entry.token + token)
 
@@ -131,10 +132,10 @@ def _mask_planes(work: Work, entries: _Entries) -> list[jax.Array]:
     if isinstance(entries, list):
         return entries
     refs = work.refs
-    length = instructions.gather(refs.node_length, entries.node)
+    length = by_thread.gather(refs.node_length, entries.node)
     planes = [readers_of_token(entries.readers, entries.token, length)]
     if work.sizes.has_positions:
-        planes.append(instructions.gather(refs.node_start, entries.node) + entries.token)
+        planes.append(by_thread.gather(refs.node_start, entries.node) + entries.token)
     return planes
 
 

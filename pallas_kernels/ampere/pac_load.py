@@ -7,6 +7,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import by_thread
 from pallas_kernels.ampere import instructions
 from pallas_kernels.ampere.pac_work import Numbers, Work
 from pallas_kernels.plan_format import Page, Segment
@@ -83,7 +84,7 @@ def copy_query(work: Work, segment: Segment) -> None:
     row = work.thread()  # rows that are not in use repeat rows of the last unit
     unit = segment.tile0 * packing.units + jnp.minimum(lax.div(row, of_unit), packing.units - 1)
     request_row, token, part = packing.unit(unit, sizes.batch, sizes.query_tokens)
-    entry = instructions.gather(refs.request_of_row, request_row) * sizes.query_tokens + token
+    entry = by_thread.gather(refs.request_of_row, request_row) * sizes.query_tokens + token
     q_head = segment.head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
     rows = work.numbers(Numbers.QUERY_ROWS)
     instructions.keep(rows, entry * sizes.num_q_heads + q_head)

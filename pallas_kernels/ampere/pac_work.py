@@ -9,7 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ampere import instructions, products
+from pallas_kernels import by_thread
+from pallas_kernels.ampere import products
 from pallas_kernels.pac_arrays import PacSizes
 from pallas_kernels.plan_format import Page, Segment
 
@@ -57,7 +58,7 @@ class Work:
 
     def thread(self) -> jax.Array:
         """Return the number of each thread, int32 [128]."""
-        return plgpu.broadcasted_iota(jnp.int32, (instructions.THREADS,), 0, layout=instructions.THREAD)
+        return plgpu.broadcasted_iota(jnp.int32, (by_thread.THREADS,), 0, layout=by_thread.THREAD)
 
     def token_of_thread(self) -> tuple[jax.Array, jax.Array]:
         """Return the page of a block, and the token of it, that each thread looks after."""
@@ -69,7 +70,7 @@ class Work:
         """Load a field of a page of a block for each thread, int32 [128]."""
         of_page = len(Page._fields)
         at = (block * self.sizes.pages_per_block + page) * of_page + field
-        return instructions.gather(self.refs.block_pages, at)
+        return by_thread.gather(self.refs.block_pages, at)
 
     def numbers(self, which: Numbers, block: Any = 0) -> Any:
         """View what is kept of block `block` of this thread block."""

@@ -18,9 +18,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import por_rows
+from pallas_kernels import by_thread, por_rows
 from pallas_kernels.ampere import instructions
-from pallas_kernels.ampere.instructions import THREAD, THREADS
+from pallas_kernels.by_thread import THREAD, THREADS
 from pallas_kernels.compat import load
 from pallas_kernels.family import Call
 from pallas_kernels.packing import TILE_ROWS, Packing
@@ -121,7 +121,7 @@ def _places(refs: Any, sizes: _Sizes, tile: jax.Array, head: jax.Array, begin: j
     row = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=THREAD) + begin
     unit = lax.div(row, of_unit)
     request_row, token, part = packing.unit(tile * units + jnp.minimum(unit, units - 1), sizes.batch, tokens)
-    entry = instructions.gather(refs.request_of_row, request_row) * tokens + token
+    entry = by_thread.gather(refs.request_of_row, request_row) * tokens + token
     q_head = head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
     exists = (unit < units) & (tile * units + unit < num_units)
     return jnp.where(exists, entry * sizes.num_q_heads + q_head, -1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.ampere.instructions import at_index
+from pallas_kernels.by_thread import at_index
 from pallas_kernels.packing import TILE_ROWS
 
 _PALLAS: Any = plgpu  # before 0.11 it has fewer names

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from pallas_kernels import pac_arrays, plan_guard
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import tensor_core, terms, widen
+from pallas_kernels.hopper import tensor_core, terms, token_scales, widen
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes, tiles_of
@@ -64,13 +64,17 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     assert stages is not None  # or `why_not` would have said so
     is_one_byte, is_padded = kv_dtype.itemsize == 1, call.key_pages.shape[3] < head_dim
     kind, pipeline_of = (OneByteSizes, OneBytePipeline) if is_one_byte else (Sizes, Pipeline)
-    sizes = kind.of(call, scores, stages, kv_dtype=kv_dtype, is_padded=is_padded)
+    others = {"kv_dtype": kv_dtype, "is_padded": is_padded}
+    if call.key_scale_of_tokens is not None:
+        _, num_kv_heads, page_size = call.key_scale_of_tokens.shape
+        others |= {"scale_page_tokens": page_size, "num_kv_heads": num_kv_heads}
+    sizes = kind.of(call, scores, stages, **others)
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),
         "keys": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
         "values": call.value_pages.reshape(-1, *call.value_pages.shape[2:]),
         **pac_arrays.inputs_of(call, sizes),
-        **(terms.inputs_of(call) if is_one_byte else {}),
+        **(terms.inputs_of(call) | token_scales.inputs_of(call) if is_one_byte else {}),
     }
     for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
-from pallas_kernels.hopper.pac_mask import all_rows, broadcast_rows, mask_scores
+from pallas_kernels.hopper.pac_mask import all_rows, broadcast_rows, mask_scores, over_rows
 from pallas_kernels.hopper.pac_pipeline import LANES, LaneWork, Pipeline
 from pallas_kernels.hopper.pac_softmax import Scores, State, add_block, capped, init_state, row_sum
 from pallas_kernels.plan_format import Segment
@@ -89,9 +89,11 @@ def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: State, masked
     keys = pipeline.block_of(refs.key_ring, stage)
     products = tensor_core.multiply_keys(pipeline, lane.buffer, keys)  # [64, block]
     _release(segment, refs.keys_free.at[stage])
+    key_scale = pipeline.key_scale(stage)
+    products = products if key_scale is None else products * over_rows(key_scale)
     products, factor = capped(sizes, products, lane.row_scale)
     visible, products = mask_scores(pipeline, lane, stage, readers, products) if masked else (all_rows(), products)
-    weights, state = add_block(sizes, state, Scores(products, factor, visible), j == 0)
+    weights, state = add_block(sizes, state, Scores(products, factor, visible, pipeline.value_scale(stage)), j == 0)
     plgpu.barrier_wait(pipeline.values_full(segment, number))
     values = pipeline.values(number, stage)
     accs = tensor_core.multiply_values(pipeline, state.accs, weights, values)  # [64, columns] each

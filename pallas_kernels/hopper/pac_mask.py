@@ -44,12 +44,9 @@ def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores:
     sizes, refs, mask = pipeline.sizes, pipeline.refs, pipeline.refs.mask
     along = plgpu.Layout.WGMMA.reduce(0)
 
-    def over_columns(x: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(x, scores.shape, [1])
-
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
     readers = load(mask.at[stage, 0, pl.ds(0, sizes.block)], along)  # [block]
-    visible = is_reader(row + _first_row(pipeline, lane), *map(over_columns, unpack_readers(readers)))
+    visible = is_reader(row + _first_row(pipeline, lane), *map(over_rows, unpack_readers(readers)))
     scores = jnp.where(visible, scores, sizes.mask_value)
     if sizes.has_positions:
         tile = jnp.where(lane.tile == 0, lane.segment.tile0, lane.segment.tile1)
@@ -59,7 +56,7 @@ def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores:
         for ref, is_within in bounds:
             bound = load(ref.at[at], plgpu.Layout.WGMMA.reduce(1))  # [64]
             position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
-            within = is_within(over_columns(position), broadcast_rows(bound, sizes.block))
+            within = is_within(over_rows(position), broadcast_rows(bound, sizes.block))
             scores = jnp.where(within, scores, sizes.mask_value)
     return scores
 
@@ -78,6 +75,11 @@ def clear_other_rows(visible: jax.Array, weights: jax.Array) -> jax.Array:
     """Clear the rows that do not see the block, even of NaN; bit by bit, since that takes two weights at once."""
     bits = broadcast_rows(jnp.where(visible, jnp.int16(-1), jnp.int16(0)), weights.shape[1])  # [64, block]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(weights, jnp.int16) & bits, weights.dtype)
+
+
+def over_rows(columns: jax.Array) -> jax.Array:
+    """Repeat a value of each column, [block], in every row."""
+    return lax.broadcast_in_dim(columns, (TILE_ROWS, columns.shape[0]), [1])
 
 
 def broadcast_rows(rows: jax.Array, width: int) -> jax.Array:

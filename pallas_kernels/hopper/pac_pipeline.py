@@ -182,6 +182,23 @@ class Pipeline:
         del buffer
         return None
 
+    def first_scales(self, segment: Segment) -> Any:
+        """Ask for the scales of the first tokens of a segment, if tokens have any."""
+        del segment
+
+    def put_scales(self, segment: Segment, block: jax.Array, stage: jax.Array, ahead: Any) -> Any:
+        """Put the scales of a block's tokens beside its mask, and ask for later ones, if tokens have any."""
+
+    def key_scale(self, stage: jax.Array) -> jax.Array | None:
+        """Load factors on the scores of a block's tokens, [block]; None where there are none."""
+        del stage
+        return None
+
+    def value_scale(self, stage: jax.Array) -> jax.Array | None:
+        """Load factors on the values of a block's tokens, [block]; None where there are none."""
+        del stage
+        return None
+
     def block_of(self, ring: Any, stage: jax.Array) -> Any:
         """Refer to a block of keys or values, [block, H or V], or if padded [H / 64, block, 64]."""
         return (ring.blocks if self.sizes.is_padded else ring).at[stage]

@@ -41,6 +41,7 @@ def prepare(pipeline: Pipeline) -> None:
     def work(segment: Segment, _: Segment, done: jax.Array, buffer: jax.Array, __: None) -> None:
         # Asked for ahead of the query rows where registers allow: what the first mask needs takes two trips to memory.
         early = _entries_of(pipeline, segment.first_masked) if sizes.pages_per_block <= _FEW_PAGES else None
+        scales = pipeline.first_scales(segment)
         _gather(pipeline, segment.tile0, segment.query_start0, segment.head, buffer)
         looked_up = None if early is None else _look_up(pipeline, early)
 
@@ -48,8 +49,8 @@ def prepare(pipeline: Pipeline) -> None:
         def _second_tile() -> None:
             _gather(pipeline, segment.tile1, segment.query_start1, segment.head, pipeline.query_buffer(buffer + 1))
 
-        def step(i: jax.Array, masks: _Masks, masked: bool) -> _Masks:
-            number = done + i
+        def step(i: jax.Array, carry: tuple[_Masks, Any], masked: bool) -> tuple[_Masks, Any]:
+            (masks, scales), number = carry, done + i
             stage = pipeline.stage(number)
             # Loads take as long as a block: ask for the next block's pages now.
             following = _entries_of(pipeline, segment.begin + i + 1) if masked else None
@@ -58,8 +59,9 @@ def prepare(pipeline: Pipeline) -> None:
             pipeline.wait_for_mask(number, stage)
             for plane, values in enumerate(planes):
                 refs.mask.at[stage, plane][...] = values
+            scales = pipeline.put_scales(segment, segment.begin + i, stage, scales)
             pipeline.give_mask(segment, number)
-            return masks if following is None else _look_up(pipeline, following)
+            return masks if following is None else _look_up(pipeline, following), scales
 
         middle = segment.first_masked - segment.begin
         masks = looked_up
@@ -71,8 +73,8 @@ def prepare(pipeline: Pipeline) -> None:
         def _give_second() -> None:
             pipeline.give_query(segment.query_start1, segment.head, pipeline.query_buffer(buffer + 1))
 
-        masks = lax.fori_loop(0, middle, functools.partial(step, masked=False), masks)
-        lax.fori_loop(middle, segment.end - segment.begin, functools.partial(step, masked=True), masks)
+        carry = lax.fori_loop(0, middle, functools.partial(step, masked=False), (masks, scales))
+        lax.fori_loop(middle, segment.end - segment.begin, functools.partial(step, masked=True), carry)
 
     pipeline.each_segment(work)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import tensor_core
-from pallas_kernels.hopper.pac_mask import broadcast_rows, clear_other_rows
+from pallas_kernels.hopper.pac_mask import broadcast_rows, clear_other_rows, over_rows
 from pallas_kernels.hopper.pac_pipeline import Sizes
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
@@ -45,6 +45,7 @@ class Scores(NamedTuple):
     products: jax.Array  # [64, block]
     factor: float | jax.Array  # or [64]
     visible: jax.Array  # [64], the rows that see the block at all
+    value_scale: jax.Array | None  # [block], factors on values; weights have them when they are multiplied
 
 
 def init_state(sizes: Sizes) -> State:
@@ -91,24 +92,25 @@ def filled(value: float, *shape: int) -> jax.Array:
 
 
 def _add_exactly(sizes: Sizes, state: State, scores: Scores) -> tuple[jax.Array, State]:
-    products, factor, visible = scores
+    products, factor, visible, _ = scores
     block_max = jnp.where(visible, products.max(axis=1) * factor, MASK_VALUE)  # [64]
     row_max = jnp.maximum(jnp.maximum(state.reference, block_max), MIN_ROW_MAX)
     alpha = jnp.exp2(state.reference - row_max)
     weights = jnp.exp2(_scaled(products, factor) - broadcast_rows(row_max, sizes.block))  # [64, block]
     accs = [acc * broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
-    rounded = clear_other_rows(visible, weights.astype(sizes.dtype))
-    return rounded, State(accs, row_max, state.sums * alpha + jnp.where(visible, weights.sum(axis=1), 0.0))
+    return _rounded(sizes, scores, weights), State(
+        accs, row_max, state.sums * alpha + jnp.where(visible, weights.sum(axis=1), 0.0)
+    )
 
 
 def _add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:
-    products, factor, visible = scores
+    products, factor, visible, _ = scores
 
     def relative_to(reference: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = jnp.exp2(_scaled(products, factor) - broadcast_rows(reference, sizes.block))  # [64, block]
         sums = functools.reduce(operator.add, (weights[:, at : at + _SUMS] for at in range(0, sizes.block, _SUMS)))
         sums = jnp.where(broadcast_rows(visible, _SUMS), sums, 0.0)  # [64, 8]
-        return clear_other_rows(visible, weights.astype(sizes.dtype)), sums
+        return _rounded(sizes, scores, weights), sums
 
     def unknown(_: jax.Array) -> tuple[jax.Array, jax.Array]:
         return filled(0, TILE_ROWS, sizes.block).astype(sizes.dtype), filled(jnp.inf, TILE_ROWS, _SUMS)
@@ -129,6 +131,12 @@ def _add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.
     weights, sums = lax.cond(is_first, unknown, relative_to, state.reference)
     is_far = tensor_core.any_above(sums, _FAR)
     return lax.switch(is_far, [keep, renew], state, weights, sums)
+
+
+def _rounded(sizes: Sizes, scores: Scores, weights: jax.Array) -> jax.Array:
+    """Return weights [64, block] as they are multiplied, 0 in rows that do not see the block."""
+    weights = weights if scores.value_scale is None else weights * over_rows(scores.value_scale)
+    return clear_other_rows(scores.visible, weights.astype(sizes.dtype))
 
 
 def _scaled(products: jax.Array, factor: float | jax.Array) -> jax.Array:

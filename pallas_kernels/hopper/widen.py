@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
-from pallas_kernels.hopper import tensor_core, terms
+from pallas_kernels.hopper import tensor_core, terms, token_scales
 from pallas_kernels.hopper.pac_pipeline import EIGHTS, LANES, Pipeline, Sizes, tiles_of
 from pallas_kernels.hopper.terms import TERM
 from pallas_kernels.plan_format import Segment
@@ -40,6 +40,9 @@ WIDE = jnp.float16
 class OneByteSizes(Sizes):
     """All that is known when the kernel is compiled."""
 
+    scale_page_tokens: int = 0  # of pages whose tokens have scales of their own; 0 where they have none
+    num_kv_heads: int = 1  # K
+
     @property
     def dtype(self) -> Any:
         """That of products with values."""
@@ -47,8 +50,8 @@ class OneByteSizes(Sizes):
 
     @property
     def by_reference(self) -> bool:
-        """Which way the softmax goes: by reference, but with 256 columns of values registers would run out."""
-        return self.value_head_dim <= 128
+        """Which way the softmax goes: by reference, but where registers would run out."""
+        return self.value_head_dim <= 128 and not self.scale_page_tokens
 
     @property
     def mask_value(self) -> float:
@@ -91,6 +94,22 @@ class OneBytePipeline(Pipeline):
     def row_scale(self, buffer: jax.Array) -> jax.Array:
         """Load what takes back the factors of a tile's rows, times the scale of their keys, [64]."""
         return load(self.refs.row_scale.at[buffer], plgpu.Layout.WGMMA.reduce(1))
+
+    def first_scales(self, segment: Segment) -> Any:
+        """Ask for the scales of the first tokens of a segment, if tokens have any."""
+        return token_scales.first(self.refs, self.sizes, segment) if self.sizes.scale_page_tokens else None
+
+    def put_scales(self, segment: Segment, block: jax.Array, stage: jax.Array, ahead: Any) -> Any:
+        """Put the scales of a block's tokens beside its mask, and ask for later ones, if tokens have any."""
+        return ahead and token_scales.put(self.refs, self.sizes, segment, block, stage, ahead)
+
+    def key_scale(self, stage: jax.Array) -> jax.Array | None:
+        """Load factors on the scores of a block's tokens, [block]; None where there are none."""
+        return token_scales.of_keys(self.refs, self.sizes.block, stage) if self.sizes.scale_page_tokens else None
+
+    def value_scale(self, stage: jax.Array) -> jax.Array | None:
+        """Load factors on the values of a block's tokens, [block]; None where there are none."""
+        return token_scales.of_values(self.refs, self.sizes.block, stage) if self.sizes.scale_page_tokens else None
 
     def values(self, number: jax.Array, stage: jax.Array) -> Any:
         """Refer to the values of block `number` in 16 bits, [block, V]."""
@@ -139,4 +158,5 @@ def scratch(sizes: OneByteSizes) -> dict[str, Any]:
         "widened_full": plgpu.Barrier(num_barriers=(LANES + 1) * sizes.buffers),
         "widened_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.buffers),
         **terms.scratch(sizes),
+        **(token_scales.scratch(sizes) if sizes.scale_page_tokens else {}),
     }

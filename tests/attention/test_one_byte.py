@@ -11,7 +11,7 @@ from forests import Tree, seeds, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernel_calls import SIX, Arrays, Exact, Heads, check, grown, plan_of
+from kernel_calls import SIX, Arrays, Exact, Heads, check, grown, plan_of, token_scales
 
 from codec_jax import Forest, make_plan
 from codec_jax.attention import forest_attention
@@ -31,6 +31,7 @@ def test_random_forests(tree: Tree, seed: int, kv_dtype: Any, query_tokens: int)
     plan = plan_of(forest, HEADS, query_tokens=query_tokens, num_ctas=3, tile_rows=16, lanes=1)
     arrays = Arrays.random(forest, HEADS, jnp.bfloat16, seed, query_tokens, kv_dtype=kv_dtype)
     check(arrays, forest, plan, implementation="xla", scales=scales_of(HEADS.kv))
+    check(arrays, forest, plan, implementation="xla", scales=token_scales(arrays))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forests import Tree, renumbered
-from kernel_calls import SIX, TREE, Arrays, Exact, Heads, attend, check, plan_of
+from kernel_calls import SIX, TREE, Arrays, Exact, Heads, attend, check, plan_of, token_scales
 from plan_cases import num_wide
 
 from codec_jax import Forest, PagePool, Window
@@ -153,6 +153,7 @@ def test_pages_of_one_byte_are_attended_as_what_they_mean(
     arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, case.query_tokens, num_pages, kv_dtype).with_small_rows()
     scales = jnp.linspace(0.3, 2.0, heads.kv), jnp.linspace(1.7, 0.01, heads.kv)
     check(arrays, forest, plan, scales=scales)
+    check(arrays, forest, plan, scales=token_scales(arrays))
     assert RACE not in capsys.readouterr().out
 
 

@@ -5,7 +5,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_calls import CONFIGS, PADDED_CONFIGS, PAGES, TREE, Arrays, Heads, attend, check, grown, plan_of
+from kernel_calls import (
+    CONFIGS,
+    PADDED_CONFIGS,
+    PAGES,
+    TREE,
+    Arrays,
+    Heads,
+    attend,
+    check,
+    grown,
+    plan_of,
+    token_scales,
+)
 from plan_cases import num_wide
 
 from codec_jax import Forest, PagePool, Window, make_plan
@@ -29,6 +41,7 @@ def test_pages_of_one_byte(heads: Heads, query_tokens: int, requests: int, kv_dt
     arrays = arrays.with_small_rows()
     scales = jnp.linspace(0.3, 2.0, heads.kv), jnp.linspace(1.7, 0.01, heads.kv)
     check(arrays, forest, plan, requests=(0, 1, requests - 1), scales=scales)
+    check(arrays, forest, plan, requests=(0, 1, requests - 1), scales=token_scales(arrays))
 
 
 @pytest.mark.gpu
