@@ -212,10 +212,10 @@ def _open_model(arguments: argparse.Namespace) -> Model:
     dtypes = {
         "dtype": jnp.dtype(arguments.dtype),
         "param_dtype": jnp.dtype(arguments.dtype),
-        "kv_dtype": KV_DTYPES.get(arguments.kv_dtype),
     }
+    of_cache = KV_DTYPES.get(arguments.kv_dtype, {})
     if arguments.model is None:
-        config = replace(PUBLISHED[arguments.random_weights], **dtypes)
+        config = replace(PUBLISHED[arguments.random_weights], **dtypes, **of_cache)
 
         def drawn(mesh: Mesh | None) -> Decoder | PlacedDecoder:
             return random_decoder(config, mesh=mesh, progress=True)
@@ -228,8 +228,8 @@ def _open_model(arguments: argparse.Namespace) -> Model:
         changed = datetime.fromtimestamp(status.st_mtime, UTC).isoformat()
         identity[f"model/{file.relative_to(arguments.model)}"] = f"{status.st_size} bytes, {changed}"
     return Model(
-        config=replace(checkpoint.config, **dtypes),
-        load=lambda mesh: checkpoint.load(dtypes["dtype"], kv_dtype=dtypes["kv_dtype"], mesh=mesh, progress=True),
+        config=replace(checkpoint.config, **dtypes, **of_cache),
+        load=lambda mesh: checkpoint.load(dtypes["dtype"], mesh=mesh, progress=True, **of_cache),
         identity=identity,
         tokenizer=checkpoint.tokenizer,
         chat_template=checkpoint.chat_template,

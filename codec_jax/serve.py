@@ -132,8 +132,8 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
         context=arguments.context_parallel,
         tensor=arguments.tensor_parallel,
     )
-    kv_dtype = KV_DTYPES.get(arguments.kv_dtype)
-    models = [checkpoint.load(arguments.dtype, kv_dtype=kv_dtype, mesh=mesh, progress=True) for mesh in groups]
+    of_cache = KV_DTYPES.get(arguments.kv_dtype, {})
+    models = [checkpoint.load(arguments.dtype, mesh=mesh, progress=True, **of_cache) for mesh in groups]
     config = models[0].config
     sizes = {"max_requests": arguments.max_requests, "prefill_tokens": arguments.prefill_tokens}
     memory = {"gib": arguments.kv_cache_gib}

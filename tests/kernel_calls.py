@@ -80,7 +80,8 @@ def attend_hopper(
     position, arrays = forest.positions(query.shape[1]), arrays_of(forest)
     first = None if plan.arrays.window is None else plan.arrays.window.first_position(position)
     call = Call(query, key_pages, value_pages, position, first, arrays, plan.arrays, plan.guard, readers, positions)
-    call = call._replace(key_scale=scales[0], value_scale=scales[1])
+    of_tokens = "_of_tokens" if scales[0] is not None and scales[0].ndim == 3 else ""
+    call = call._replace(**{f"key_scale{of_tokens}": scales[0], f"value_scale{of_tokens}": scales[1]})
     return HOPPER.attend(call, Scores(0.1, softcap))[0]
 
 
@@ -222,7 +223,7 @@ def _factors(scale: Any, kv_heads: int, slots: np.ndarray) -> np.ndarray:
 
 
 def token_scales(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Scales of each token and kv head, 2^-6 to 1, in no order; of what no request reads NaN for keys, 32 for values."""
+    """Scales of each token and kv head, 2^-6 to 1, in no order; where no request reads NaN for keys, 32 for values."""
     largest, rng, scales = float(jnp.finfo(arrays.key_pages.dtype).max), np.random.default_rng(1), []
     for pages, unread in zip(arrays[1:], (np.nan, 32.0), strict=True):
         is_read = np.abs(np.asarray(pages[..., 0], np.float32)) < largest

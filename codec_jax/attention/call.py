@@ -191,7 +191,7 @@ def forest_attention(
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
     call = Call(query, keys, value_pages, position, first, *planned, *beside)
-    call = call._replace(**_scales(key_scale=key_scale, value_scale=value_scale))
+    call = _with_scales(call, *_in_float32(key_scale, value_scale))
     out, row_max, row_sum = backend.attend(call, scores)
     residuals = row_max, row_sum
     if sinks is not None:
@@ -200,10 +200,15 @@ def forest_attention(
     return (out, residuals) if return_residuals else out
 
 
-def _scales(**scales: Array | None) -> dict[str, Array]:
-    """Name scales as a `Call` does, in float32."""
-    given = {name: scale.astype(jnp.float32) for name, scale in scales.items() if scale is not None}
-    return {name if scale.ndim == 1 else f"{name}_of_tokens": scale for name, scale in given.items()}
+def _in_float32(*scales: Array | None) -> tuple[Array | None, ...]:
+    return tuple(None if scale is None else scale.astype(jnp.float32) for scale in scales)
+
+
+def _with_scales(call: Call, key_scale: Array | None, value_scale: Array | None) -> Call:
+    """Give a call the scales of heads, or of tokens and heads."""
+    if key_scale is not None and key_scale.ndim == 3:
+        return call._replace(key_scale_of_tokens=key_scale, value_scale_of_tokens=value_scale)
+    return call._replace(key_scale=key_scale, value_scale=value_scale)
 
 
 @jax.custom_jvp

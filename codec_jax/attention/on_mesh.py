@@ -123,8 +123,8 @@ def _specs(mesh: Mesh, plan: Plan, *scales: Array | None) -> _Specs:
     pages = PartitionSpec(context, None, tensor, None)
     by_head = PartitionSpec(None, None, tensor)
     of_heads, of_tokens, whole = PartitionSpec(tensor), PartitionSpec(context, tensor, None), PartitionSpec()
-    of_scales = (of_tokens if scale is not None and scale.ndim == 3 else of_heads for scale in scales)
-    return _Specs(by_head, pages, pages, plan.specs, of_heads, *of_scales, whole, whole)
+    of_keys, of_values = (of_tokens if scale is not None and scale.ndim == 3 else of_heads for scale in scales)
+    return _Specs(by_head, pages, pages, plan.specs, of_heads, of_keys, of_values, whole, whole)
 
 
 def _check_placed(name: str, pages: Array, expected: PartitionSpec) -> None:

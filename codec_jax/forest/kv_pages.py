@@ -7,7 +7,7 @@ new value and leaves its input as it was.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +82,7 @@ class Quantisation(NamedTuple):
         >>> from codec_jax.forest import KVPages, Quantisation
         >>> pages = KVPages.zeros(4, 16, 2, 64, jnp.float8_e4m3fn, quantisation=Quantisation.by_token(4, 16, 2))
         >>> pages = pages.write(np.array([[17]]), jnp.full((1, 1, 2, 64), 1000.0), jnp.full((1, 1, 2, 64), 1e-4))
-        >>> float(pages.key[1, 1, 0, 0] * pages.quantisation.key_scale[1, 0, 1])
+        >>> round(float(pages.key[1, 1, 0, 0]) * float(pages.quantisation.key_scale[1, 0, 1]), 3)
         1000.0
         """
         ones = jnp.ones((num_pages, num_kv_heads, page_size), jnp.float32)
@@ -170,22 +170,24 @@ class KVPages:
         128.0
         """
         where = in_bounds("slots", slots)
+        scales: tuple[Any, ...] = ()
         key, value, quantisation = jnp.asarray(key), jnp.asarray(value), self.quantisation
         if quantisation is not None:
             _check_writable(self.key.dtype)
-            scales: Any = quantisation[:2]
+            scales = tuple(scale[None, None] for scale in quantisation[:2])  # [1, 1, K]
             if quantisation.is_by_token:
-                scales = [_scale_of(rows, self.key.dtype) for rows in (key, value)]  # [B, T, K]
+                scales = _scale_of(key, self.key.dtype), _scale_of(value, self.key.dtype)  # [B, T, K]
             key, large_keys = _quantise(key, scales[0], self.key.dtype)
             value, large_values = _quantise(value, scales[1], self.key.dtype)
             is_stored = (where < math.prod(self.key.shape[:2]))[..., None, None]
             counts = ((large & is_stored).sum(dtype=jnp.int32) for large in (large_keys, large_values))
             quantisation = quantisation._replace(saturated=quantisation.saturated + sum(counts))
-            if quantisation.is_by_token:
-                kept = (_stored_scale(*of_pages, where) for of_pages in zip(quantisation[:2], scales, strict=True))
-                quantisation = Quantisation(*kept, quantisation.saturated)
         value = finite(value, self.value.dtype)
-        return KVPages(stored("key", self.key, where, key), stored("value", self.value, where, value), quantisation)
+        pages = KVPages(stored("key", self.key, where, key), stored("value", self.value, where, value), quantisation)
+        if quantisation is None or not quantisation.is_by_token:
+            return pages
+        of_keys, of_values = (_stored_scale(*each, where) for each in zip(quantisation[:2], scales, strict=True))
+        return replace(pages, quantisation=quantisation._replace(key_scale=of_keys, value_scale=of_values))
 
     def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> KVPages:
         """Copy K and V from token slots to token slots, all read before any is written. Jittable.
@@ -201,8 +203,8 @@ class KVPages:
         """
         slots, quantisation = both_in_bounds(source, target), self.quantisation
         if quantisation is not None and quantisation.is_by_token:
-            kept = (_stored_scale(scale, *_scale_at(scale, *slots)) for scale in quantisation[:2])
-            quantisation = Quantisation(*kept, quantisation.saturated)
+            of_keys, of_values = (_stored_scale(scale, *_scale_at(scale, *slots)) for scale in quantisation[:2])
+            quantisation = quantisation._replace(key_scale=of_keys, value_scale=of_values)
         return KVPages(copied(self.key, *slots), copied(self.value, *slots), quantisation)
 
 
@@ -227,7 +229,7 @@ def _scale_of(rows: Float[Array, "B T K H"], dtype: np.dtype) -> Float[Array, "B
 
 
 def _quantise(
-    rows: Float[Array, "B T K H"], scale: Float[Array, " K"] | Float[Array, "B T K"], dtype: np.dtype
+    rows: Float[Array, "B T K H"], scale: Float[Array, "#B #T K"], dtype: np.dtype
 ) -> tuple[Float[Array, "B T K H"], Bool[Array, "B T K H"]]:
     """Return rows over their scale within the bounds of a dtype, and which are out of them; NaN stays as it is."""
     scaled, largest = rows.astype(jnp.float32) / scale[..., None], float(jnp.finfo(dtype).max)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -68,13 +68,20 @@ class Checkpoint:
         dtype: DTypeLike = jnp.bfloat16,
         *,
         kv_dtype: DTypeLike | None = None,
+        kv_scales: Literal["token"] | None = None,
         mesh: None = None,
         progress: bool = False,
     ) -> Decoder: ...
 
     @overload
     def load(
-        self, dtype: DTypeLike = jnp.bfloat16, *, kv_dtype: DTypeLike | None = None, mesh: Mesh, progress: bool = False
+        self,
+        dtype: DTypeLike = jnp.bfloat16,
+        *,
+        kv_dtype: DTypeLike | None = None,
+        kv_scales: Literal["token"] | None = None,
+        mesh: Mesh,
+        progress: bool = False,
     ) -> PlacedDecoder: ...
 
     def load(
@@ -82,6 +89,7 @@ class Checkpoint:
         dtype: DTypeLike = jnp.bfloat16,
         *,
         kv_dtype: DTypeLike | None = None,
+        kv_scales: Literal["token"] | None = None,
         mesh: Mesh | None = None,
         progress: bool = False,
     ) -> Decoder | PlacedDecoder:
@@ -94,6 +102,7 @@ class Checkpoint:
           dtype: float32, bfloat16 or float16, of weights, activations and KV cache, whatever the files have.
           kv_dtype: of the KV cache alone: float8_e4m3fn takes one byte a number, with the checkpoint's scales if it has
             some.
+          kv_scales: "token" for scales of each token and kv head in their place, found when a token is written.
           mesh: devices along axes "context" and "tensor", among which the weights are divided.
           progress: show a bar.
 
@@ -105,8 +114,9 @@ class Checkpoint:
         >>> logits = jax.jit(model)(np.asarray([[1, 2, 3]]))  # [B, T, V], float32
         """
         checks.float_dtype("dtype", dtype)
-        kv_scales = self.kv_scales if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else None
-        config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales)
+        has_scales = kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1
+        scales = self.kv_scales if has_scales and kv_scales is None else kv_scales
+        config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype, kv_scales=scales)
         parallel = Parallel.of(mesh)
         check_sizes(config, parallel)
         with TensorFiles(self.sources.values(), mesh) as files:

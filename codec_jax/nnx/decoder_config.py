@@ -152,9 +152,8 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     activation: Activation = "silu"
     kv_dtype: DTypeLike | None = None  # of the KV cache; float8_e4m3fn takes one byte a number
-    kv_scales: tuple[tuple[float, float], ...] | None = (
-        None  # of keys and of values, of each layer, for one byte; None: 1
-    )
+    # For one byte: of keys and of values, of each layer, or by token, found when it is written; None: 1.
+    kv_scales: tuple[tuple[float, float], ...] | Literal["token"] | None = None
     latent: Latent | None = None  # of latent attention, with which num_kv_heads is 1 and head_dim its page_dim
 
     def __post_init__(self) -> None:
@@ -182,10 +181,11 @@ class DecoderConfig:
             raise ValueError(f"head_dim: expected an even number for rotary positions, got {self.head_dim}")
         if self.latent is not None:
             self._check_latent(self.latent)
-        if self.kv_scales is not None and (len(self.kv_scales), self.cache_dtype.itemsize) != (self.num_layers, 1):
+        pairs = self.num_layers if self.kv_scales in (None, "token") else len(self.kv_scales or ())
+        if self.kv_scales is not None and (pairs, self.cache_dtype.itemsize) != (self.num_layers, 1):
             raise ValueError(
-                f"kv_scales: expected a pair for each of {self.num_layers} layers, with a kv_dtype of one byte, got "
-                f"{len(self.kv_scales)} with {self.cache_dtype}"
+                f'kv_scales: expected a pair for each of {self.num_layers} layers, or "token", with a kv_dtype of one '
+                f"byte, got {self.kv_scales!r} with {self.cache_dtype}"
             )
         if not self.windows or not all(window is None or isinstance(window, Window) for window in self.windows):
             raise ValueError(
@@ -222,8 +222,9 @@ class DecoderConfig:
             # Latents, their scales in float32, rotated keys in bfloat16.
             scales = self.latent.size // SCALED_TOGETHER
             return self.num_layers * (self.latent.size + 4 * scales + 2 * self.latent.rope_dim)
-        arrays = 2 if self.latent is None else 1
-        return arrays * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
+        arrays, scale_bytes = 2 if self.latent is None else 1, 4 * (self.kv_scales == "token")
+        head = self.head_dim * self.cache_dtype.itemsize + scale_bytes
+        return arrays * self.num_layers * self.num_kv_heads * head
 
     @property
     def reconstructed_token_bytes(self) -> int:
@@ -330,7 +331,11 @@ class DecoderConfig:
                 for size in (self.latent.query_dim, self.latent.value_dim)
             )
             return replace(pages, reconstructed=KVPages(key, value))
-        scales = None if self.kv_scales is None else Quantisation.of(self.num_kv_heads, *self.kv_scales[layer])
+        scales = None
+        if self.kv_scales == "token":
+            scales = Quantisation.by_token(num_pages, page_size, self.num_kv_heads)
+        elif self.kv_scales is not None:
+            scales = Quantisation.of(self.num_kv_heads, *self.kv_scales[layer])
         return KVPages.zeros(
             num_pages, page_size, self.num_kv_heads, self.head_dim, self.cache_dtype, quantisation=scales
         )

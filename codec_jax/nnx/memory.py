@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,16 @@ KV_SHARE = 0.8
 _SHARE_OF_GPU, _MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9"
 #: KV pages where the device does not say how much memory it has.
 DEFAULT_KV_GIB = 4.0
-#: What commands call dtypes of the KV cache alone.
-KV_DTYPES = {"fp8": jnp.float8_e4m3fn}
+#: What commands call dtypes of the KV cache alone, and what a `DecoderConfig` calls them.
+KV_DTYPES: dict[str, dict[str, Any]] = {
+    "fp8": {"kv_dtype": jnp.float8_e4m3fn},
+    "fp8-by-token": {"kv_dtype": jnp.float8_e4m3fn, "kv_scales": "token"},
+}
 #: What commands say of their options, by the rules of `argparse`.
-KV_DTYPE_HELP = "of the KV cache: fp8 takes one byte a number (default: as --dtype)"
+KV_DTYPE_HELP = (
+    "of the KV cache: fp8 takes one byte a number, fp8-by-token and a scale of each token and kv head "
+    "(default: as --dtype)"
+)
 KV_CACHE_HELP = (
     f"memory for KV pages (default: {KV_SHARE:.0%}% of what the weights leave free on the device, "
     f"{DEFAULT_KV_GIB:g} where it does not say)"

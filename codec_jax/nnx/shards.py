@@ -300,7 +300,7 @@ def _cache_specs(config: DecoderConfig, parallel: Parallel) -> tuple[Any, ...]:
     context, tensor = (name if name in parallel.axes else None for name in (CONTEXT, TENSOR))
     pages: Any = PartitionSpec(context, None, tensor, None)
     if config.cache_dtype.itemsize == 1:
-        of_heads: Any = PartitionSpec(tensor)
+        of_heads: Any = PartitionSpec(context, tensor, None) if config.kv_scales == "token" else PartitionSpec(tensor)
         of_devices: Any = PartitionSpec(parallel.axes)
         if config.latent is None:
             pages = KVPages(pages, pages, Quantisation(of_heads, of_heads, of_devices))

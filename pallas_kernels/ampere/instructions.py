@@ -72,7 +72,7 @@ def copy_rows(source: Any, rows: Any, target: Any) -> None:
             number = llvm.load(ir.IntegerType.get_signless(32), at_index(rows_, [only(row)], row.mlir_dtype))
             first = arith.muli(arith.extui(long, number), mgpu.c(head_dim, long))
             place = only(place_of_chunk(row, chunk, columns))
-            nvvm.cp_async_sharedglobal_memory(
+            nvvm.cp_async_shared_global(
                 at_index(to, [place], element),
                 at_index(from_, [arith.addi(first, column)], element),
                 2 * _CHUNK,

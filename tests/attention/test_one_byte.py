@@ -34,11 +34,12 @@ def test_random_forests(tree: Tree, seed: int, kv_dtype: Any, query_tokens: int)
     check(arrays, forest, plan, implementation="xla", scales=token_scales(arrays))
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_several_devices_attend_the_same(axis_type: Any) -> None:
-    forest, key_scale, value_scale = Forest.from_nodes(*SIX), *scales_of(2)
-    heads = Heads(4, 2, 16)
+def test_several_devices_attend_the_same(axis_type: Any, by_token: bool) -> None:
+    forest, heads = Forest.from_nodes(*SIX), Heads(4, 2, 16)
     arrays = Arrays.random(forest, heads, jnp.float32, 0, num_pages=64, kv_dtype=jnp.float8_e4m3fn)
+    key_scale, value_scale = token_scales(arrays) if by_token else scales_of(2)
     plan = make_plan(forest, num_q_heads=2, num_kv_heads=1, head_dim=16)
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(axis_type,), devices=jax.devices()[:2])
     by_head = NamedSharding(mesh, PartitionSpec(None, None, "tensor", None))
@@ -79,6 +80,16 @@ def test_flash_decoding_takes_factors_of_each_row_and_kv_head() -> None:
         (jnp.bfloat16, np.ones(2), "key_scale: expected None for pages of bfloat16; scales are for one byte a number"),
         (jnp.float8_e4m3fn, np.ones(3), "key_scale: expected shape [K = 2], got (3,)"),
         (jnp.float8_e4m3fn, np.ones(2, int), "key_scale: expected float32"),
+        (
+            jnp.float8_e4m3fn,
+            np.ones((2, 16, 2)),
+            "[num_pages = 2, K = 2, page_size = 16], got (2, 16, 2)",
+        ),
+        (
+            jnp.float8_e4m3fn,
+            np.ones((2, 2, 16), np.float32),
+            "value_scale: expected scales of each token for both",
+        ),
         (jnp.int8, None, "key_pages: expected float32, bfloat16, float8_e4m3fn, float8_e5m2 or float16, got int8"),
     ],
 )

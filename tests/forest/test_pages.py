@@ -190,6 +190,35 @@ def test_pages_of_one_byte_hold_numbers_over_their_scale_and_count_what_is_too_l
     np.testing.assert_array_equal(moved.value[0, 3], after.value[1, 1])
 
 
+@pytest.mark.parametrize("page_size", [8, 24])
+def test_pages_of_one_byte_with_scales_by_token_hold_rows_of_any_size(page_size):
+    """Each number to 4 significant bits of its own, or to 2^-9 of the smallest that its row's scale leaves."""
+    rng, quantisation = np.random.default_rng(0), Quantisation.by_token(4, page_size, 2)
+    pages = KVPages.zeros(4, page_size, 2, 64, jnp.float8_e4m3fn, quantisation=quantisation)
+    size = 10.0 ** rng.uniform(-30, 4, (1, 5, 2, 1))
+    key, value = (np.clip(rng.normal(size=(1, 5, 2, 64)) * size, -1.4e4, 1.4e4).astype(np.float32) for _ in "kv")
+    key[0, 0, 0], value[0, 1, 1] = 0.0, 1e-44
+    key[0, 2, 0, :2], value[0, 3, 0, :2] = [np.nan, -np.inf], [np.inf, np.nan]
+    key[0, 3, 1, 0] = 1e6
+    slots = np.asarray([[page_size - 1, page_size, 3 * page_size - 1, 0, NO_SLOT]])
+    after = jax.jit(KVPages.write)(pages, slots, key, value)
+    assert after.quantisation.saturated.tolist() == [3]  # both infinities, and what is above 448 x 32
+    for stored, scale, meant in zip((after.key, after.value), after.quantisation[:2], (key, value), strict=True):
+        assert scale.dtype == jnp.float32
+        factor = np.moveaxis(np.asarray(scale), 1, 2).reshape(-1, 2)[slots[0, :4], :, None]
+        assert np.isfinite(factor).all()
+        found = np.asarray(stored, np.float32).reshape(-1, 2, 64)[slots[0, :4]] * factor
+        at = np.isfinite(meant[0, :4]) & (np.abs(meant[0, :4]) < 1e6)
+        bound = np.maximum(np.abs(np.where(at, meant[0, :4], 0)) / 15.9, factor * 2.0**-10)
+        assert (np.abs(found - meant[0, :4]) <= bound)[at].all()
+    assert np.isnan(after.key.astype(jnp.float32)).sum() == 1
+    assert np.isfinite(after.value.astype(jnp.float32)).all()
+    moved = after.move(jnp.asarray([[0, 0, 4 * page_size]]), jnp.asarray([[2 * page_size + 1, NO_SLOT, 5]]))
+    for before, now in zip(after.quantisation[:2], moved.quantisation[:2], strict=True):
+        np.testing.assert_array_equal(now[2, :, 1], before[0, :, 0])
+        assert np.count_nonzero(now != before) == 2
+
+
 def test_what_is_no_quantisation_of_pages_is_refused():
     row = jnp.ones((1, 1, 2, 64))
     with pytest.raises(ValueError, match=r"dtype: expected float8_e4m3fn to write one byte a number, got float8_e5m2"):
@@ -199,6 +228,8 @@ def test_what_is_no_quantisation_of_pages_is_refused():
         read_only.write(jnp.zeros((1, 1), jnp.int32), row, row)
     with pytest.raises(ValueError, match=r"quantisation: expected None for pages of bfloat16"):
         KVPages.zeros(4, 8, 2, 64, quantisation=Quantisation.of(2))
+    with pytest.raises(ValueError, match=r"quantisation.key_scale: expected .*page_size = 8\]"):
+        KVPages.zeros(4, 8, 2, 64, jnp.float8_e4m3fn, quantisation=Quantisation.by_token(4, 16, 2))
     with pytest.raises(ValueError, match=r"key_scale: expected a number, or one for each of 2 kv heads, got"):
         Quantisation.of(2, np.ones(3))
     with pytest.raises(ValueError, match=r"value_scale: expected positive finite numbers, got \[1.0, 0.0\]"):

@@ -136,6 +136,7 @@ ONE_BYTE = {
         jnp.float8_e5m2,
     ),
     "two accumulators a row": (Case(SIX, Heads(2, 1, 256), block_tokens=64), jnp.float8_e4m3fn),
+    "parts of pages": (Case(SIX, Heads(2, 2, 64), page_size=256), jnp.float8_e4m3fn),
 }
 
 
@@ -143,7 +144,7 @@ ONE_BYTE = {
 def test_pages_of_one_byte_are_attended_as_what_they_mean(
     case: Case, kv_dtype: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forest, heads = Forest.from_nodes(*case.tree), case.heads
+    forest, heads = Forest.from_nodes(*case.tree, page_size=case.page_size), case.heads
     plan = plan_of(
         forest, heads, query_tokens=case.query_tokens, num_ctas=case.num_ctas, block_tokens=case.block_tokens,
         block_capacity=0,

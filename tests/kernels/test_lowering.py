@@ -105,7 +105,8 @@ def test_pages_of_one_byte_lower_for_cuda_as_two_kernels_and_nothing_else(
     query = jax.ShapeDtypeStruct((9, 1, heads.q, heads.dim), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((64, plan.arrays.page_tokens, heads.kv, heads.dim), kv_dtype)
     scales = (jax.ShapeDtypeStruct((heads.kv,), jnp.float32),) * 2
-    for given in ((None, None), scales):
+    by_token = (jax.ShapeDtypeStruct((32, heads.kv, 2 * plan.arrays.page_tokens), jnp.float32),) * 2
+    for given in ((None, None), scales, by_token):
         traced = jax.jit(attend_hopper).trace(query, pages, pages, forest, plan, scales=given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2

@@ -100,8 +100,9 @@ def test_bfloat16_is_close_to_float32(config: DecoderConfig) -> None:
         assert np.abs(got - want).mean() < 0.03 * want.std()
 
 
-def test_a_cache_of_one_byte_a_number_is_close_and_half_as_large(compilations: list[str]) -> None:
-    config = replace(CONFIG, kv_dtype=jnp.float8_e4m3fn)
+@pytest.mark.parametrize("scales", [None, "token"])
+def test_a_cache_of_one_byte_a_number_is_close_and_half_as_large(scales: Any, compilations: list[str]) -> None:
+    config = replace(CONFIG, kv_dtype=jnp.float8_e4m3fn, kv_scales=scales)
     dense, low = (Dense(sharp(each)) for each in (CONFIG, config))  # of the same weights
     cache = low.model.new_cache(4, 8)
     assert cache[0].key.nbytes * 4 == dense.model.new_cache(4, 8)[0].key.nbytes
@@ -115,6 +116,20 @@ def test_a_cache_of_one_byte_a_number_is_close_and_half_as_large(compilations: l
     assert len(request.tokens) == 6
     assert not compilations
     assert all(pages.quantisation.saturated.tolist() == [0] for pages in engine._device._pages)
+
+
+def test_a_cache_with_scales_by_token_holds_numbers_that_others_cannot_on_devices_that_divide_it() -> None:
+    config = replace(CONFIG, kv_dtype=jnp.float8_e4m3fn, kv_scales="token")
+    graph, weights = nnx.split(sharp(config))
+    scaled = jax.tree.map(lambda x: 3000 * x if x.shape == (96,) else x, weights)  # biases of queries, keys and values
+    model, exact = nnx.merge(graph, scaled), nnx.merge(nnx.split(sharp(CONFIG))[0], scaled)
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), devices=jax.devices("cpu")[:4])
+    options = {"max_requests": 4, "num_pages": 64, "page_size": 8, "max_context": CONTEXT}
+    divided, alone = (Sampler(model, mesh=each, **options).start(PROMPTS) for each in (mesh, None))
+    np.testing.assert_allclose(divided.logits, alone.logits, atol=1e-3, rtol=1e-3)
+    want = np.stack([Dense(exact).logits(prompt) for prompt in PROMPTS])
+    assert np.abs(np.asarray(alone.logits) - want).mean() < 0.1 * want.std()
+    assert not any(pages.quantisation.saturated.any() for pages in (*divided.cache, *alone.cache))
 
 
 def test_a_cache_of_one_byte_a_number_is_divided_among_devices_and_each_counts() -> None:
