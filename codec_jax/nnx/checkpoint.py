@@ -114,8 +114,8 @@ class Checkpoint:
         >>> logits = jax.jit(model)(np.asarray([[1, 2, 3]]))  # [B, T, V], float32
         """
         checks.float_dtype("dtype", dtype)
-        has_scales = kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1
-        scales = self.kv_scales if has_scales and kv_scales is None else kv_scales
+        is_one_byte = kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1
+        scales = self.kv_scales if is_one_byte and kv_scales is None else kv_scales
         config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype, kv_scales=scales)
         parallel = Parallel.of(mesh)
         check_sizes(config, parallel)

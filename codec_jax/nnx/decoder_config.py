@@ -181,8 +181,9 @@ class DecoderConfig:
             raise ValueError(f"head_dim: expected an even number for rotary positions, got {self.head_dim}")
         if self.latent is not None:
             self._check_latent(self.latent)
-        pairs = self.num_layers if self.kv_scales in (None, "token") else len(self.kv_scales or ())
-        if self.kv_scales is not None and (pairs, self.cache_dtype.itemsize) != (self.num_layers, 1):
+        pairs = self.kv_scales if isinstance(self.kv_scales, tuple) else ()
+        are_known = self.kv_scales in (None, "token") or len(pairs) == self.num_layers
+        if not are_known or (self.kv_scales is not None and self.cache_dtype.itemsize > 1):
             raise ValueError(
                 f'kv_scales: expected a pair for each of {self.num_layers} layers, or "token", with a kv_dtype of one '
                 f"byte, got {self.kv_scales!r} with {self.cache_dtype}"

@@ -59,7 +59,7 @@ def copy_rows(source: Any, rows: Any, target: Any) -> None:
     def copy(_: Any, source: Any, rows: Any, target: Any) -> None:
         element, long = ir.MemRefType(source.type).element_type, ir.IntegerType.get_signless(64)
         from_, rows_, to = global_memory(source), mgpu.utils.memref_ptr(rows), mgpu.utils.memref_ptr(target)
-        thread = by_thread(mgpu.utils.thread_idx())
+        thread = by_thread(mgpu.utils.thread_idx(), is_signed=False)
         row_of_thread, chunk = thread // chunks, thread % chunks
         column, size = arith.extui(long, only(chunk * _CHUNK)), None
         if head_dim < columns:
