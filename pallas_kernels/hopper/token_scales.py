@@ -86,11 +86,11 @@ def _gathered(refs: Any, sizes: Any, segment: Segment, page_ids: tuple[jax.Array
     index = plgpu.broadcasted_iota(jnp.int32, (MAX_BLOCK_TOKENS,), 0, layout=by_thread.THREAD)
     page_of, offset = lax.div(index, jnp.int32(sizes.page_tokens)), lax.rem(index, jnp.int32(sizes.page_tokens))
     parts = sizes.scale_page_tokens // sizes.page_tokens
-    # Of threads past a block's end, too, the index is one of the array.
     begin = plgpu.layout_cast(jnp.full((MAX_BLOCK_TOKENS,), 0, jnp.int32), by_thread.THREAD)
     for j, page in enumerate(page_ids):
         row = lax.div(page, jnp.int32(parts)) * sizes.num_kv_heads + segment.head
         at = row * sizes.scale_page_tokens + lax.rem(page, jnp.int32(parts)) * sizes.page_tokens
         begin = jnp.where(page_of == j, at, begin)
-    index = begin + offset
+    # Copies find zeros past the end of an array, loads of threads must not look there, whatever a plan says.
+    index = jnp.clip(begin + offset, 0, refs.key_scale_of_tokens.shape[0] - 1)
     return by_thread.gather(refs.key_scale_of_tokens, index), by_thread.gather(refs.value_scale_of_tokens, index)
