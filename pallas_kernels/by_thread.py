@@ -7,6 +7,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
@@ -32,6 +33,12 @@ def gather(ref: Any, index: jax.Array) -> jax.Array:
         return by_thread(llvm.load(element, at_index(memory, [only(index)], element)), is_signed)
 
     return load(ref, index)
+
+
+def page_and_token(page_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Return the page of a block, and the token of it, for each thread, int32 [128] each: a token for each thread."""
+    index = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=THREAD)
+    return lax.div(index, jnp.int32(page_tokens)), lax.rem(index, jnp.int32(page_tokens))
 
 
 def at_index(pointer: Any, index: list[Any], element: Any) -> Any:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
-from codec_jax.forest.token_slots import NO_SLOT, both_in_bounds, copied, in_bounds, stored
+from codec_jax.forest.token_slots import both_in_bounds, copied, copied_scales, in_bounds, stored, stored_scales
 
 #: Of a token's scale: times weights it is a number of float16 in kernels.
 MAX_SCALE = 32.0
@@ -186,7 +186,7 @@ class KVPages:
         pages = KVPages(stored("key", self.key, where, key), stored("value", self.value, where, value), quantisation)
         if quantisation is None or not quantisation.is_by_token:
             return pages
-        of_keys, of_values = (_stored_scale(*each, where) for each in zip(quantisation[:2], scales, strict=True))
+        of_keys, of_values = (stored_scales(*each, where) for each in zip(quantisation[:2], scales, strict=True))
         return replace(pages, quantisation=quantisation._replace(key_scale=of_keys, value_scale=of_values))
 
     def move(self, source: Int[Array, "B T"], target: Int[Array, "B T"]) -> KVPages:
@@ -203,7 +203,7 @@ class KVPages:
         """
         slots, quantisation = both_in_bounds(source, target), self.quantisation
         if quantisation is not None and quantisation.is_by_token:
-            of_keys, of_values = (_stored_scale(scale, *_scale_at(scale, *slots)) for scale in quantisation[:2])
+            of_keys, of_values = (copied_scales(scale, *slots) for scale in quantisation[:2])
             quantisation = quantisation._replace(key_scale=of_keys, value_scale=of_values)
         return KVPages(copied(self.key, *slots), copied(self.value, *slots), quantisation)
 
@@ -234,20 +234,3 @@ def _quantise(
     """Return rows over their scale within the bounds of a dtype, and which are out of them; NaN stays as it is."""
     scaled, largest = rows.astype(jnp.float32) / scale[..., None], float(jnp.finfo(dtype).max)
     return jnp.clip(scaled, -largest, largest).astype(dtype), jnp.abs(scaled) > largest
-
-
-def _stored_scale(
-    pages: Float[Array, "num_pages K page_size"], rows: Float[Array, "B T K"], slots: Int[Array, "B T"]
-) -> Float[Array, "num_pages K page_size"]:
-    """Return scales with those of a row in each slot that is in bounds."""
-    page, place = slots // pages.shape[2], slots % pages.shape[2]
-    return pages.at[page, :, place].set(rows, mode="drop")
-
-
-def _scale_at(
-    pages: Float[Array, "num_pages K page_size"], source: Int[Array, "B T"], target: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T K"], Int[Array, "B T"]]:
-    """Return the scales in the source slots, and where to copy them: nowhere if that is out of bounds."""
-    page, place = source // pages.shape[2], source % pages.shape[2]
-    rows = pages.at[page, :, place].get(mode="fill", fill_value=1)
-    return rows, jnp.where(page < pages.shape[0], target, NO_SLOT)

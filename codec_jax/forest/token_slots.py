@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,27 @@ def copied(
     rows = tokens.at[source].get(mode="fill", fill_value=0)
     to = jnp.where(source < tokens.shape[0], target, NO_SLOT)
     return tokens.at[to].set(rows, mode="drop").reshape(pages.shape)
+
+
+def stored_scales(
+    scales: Float[Array, "num_pages K page_size"], rows: Float[Array, "B T K"], slots: Int[Array, "B T"]
+) -> Float[Array, "num_pages K page_size"]:
+    """Return scales of tokens with those of a row in each slot that is in bounds."""
+    return _scales_at(scales, slots).set(rows, mode="drop")
+
+
+def copied_scales(
+    scales: Float[Array, "num_pages K page_size"], source: Int[Array, "B T"], target: Int[Array, "B T"]
+) -> Float[Array, "num_pages K page_size"]:
+    """Return scales of tokens, copied as `copied` copies the tokens."""
+    rows = _scales_at(scales, source).get(mode="fill", fill_value=1)
+    exists = source < scales.shape[0] * scales.shape[2]
+    return stored_scales(scales, rows, jnp.where(exists, target, NO_SLOT))
+
+
+def _scales_at(scales: Float[Array, "num_pages K page_size"], slots: Int[Array, "B T"]) -> Any:
+    """Refer to the scales of slots, [B, T, K]."""
+    return scales.at[slots // scales.shape[2], :, slots % scales.shape[2]]
 
 
 def _tokens(pages: Float[Array, "num_pages page_size K H"]) -> Float[Array, "slots K H"]:

@@ -184,9 +184,10 @@ class DecoderConfig:
         pairs = self.kv_scales if isinstance(self.kv_scales, tuple) else ()
         are_known = self.kv_scales in (None, "token") or len(pairs) == self.num_layers
         if not are_known or (self.kv_scales is not None and self.cache_dtype.itemsize > 1):
+            got = len(pairs) if pairs else repr(self.kv_scales)
             raise ValueError(
                 f'kv_scales: expected a pair for each of {self.num_layers} layers, or "token", with a kv_dtype of one '
-                f"byte, got {self.kv_scales!r} with {self.cache_dtype}"
+                f"byte, got {got} with {self.cache_dtype}"
             )
         if not self.windows or not all(window is None or isinstance(window, Window) for window in self.windows):
             raise ValueError(

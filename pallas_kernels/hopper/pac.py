@@ -66,8 +66,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     kind, pipeline_of = (OneByteSizes, OneBytePipeline) if is_one_byte else (Sizes, Pipeline)
     others = {"kv_dtype": kv_dtype, "is_padded": is_padded}
     if call.key_scale_of_tokens is not None:
-        _, num_kv_heads, page_size = call.key_scale_of_tokens.shape
-        others |= {"scale_page_tokens": page_size, "num_kv_heads": num_kv_heads}
+        others |= {"scale_page_tokens": call.key_scale_of_tokens.shape[2]}
     sizes = kind.of(call, scores, stages, **others)
     inputs = {
         "query": query.reshape(batch * tokens, num_q_heads, head_dim),

@@ -11,17 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, Pipeline, past_the_end
-from pallas_kernels.plan_format import Page, Segment
+from pallas_kernels.plan_format import Segment
 
 _Ids = tuple[jax.Array, ...]
 
 
 def load_blocks(pipeline: Pipeline) -> None:
     """Fill the rings of K and V, block after block of every segment."""
-    refs, sizes = pipeline.refs, pipeline.sizes
-
-    def ids_of(block: jax.Array) -> _Ids:
-        return tuple(refs.block_pages[block, j, Page._fields.index("page_id")] for j in range(sizes.pages_per_block))
+    sizes = pipeline.sizes
 
     def work(segment: Segment, next_segment: Segment, done: jax.Array, _: jax.Array, ids: _Ids) -> _Ids:
         count = segment.end - segment.begin
@@ -30,7 +27,7 @@ def load_blocks(pipeline: Pipeline) -> None:
             number = done + i
             stage = pipeline.stage(number)
             # A load from global memory takes longer than a block: ask for the next block's pages now.
-            following = ids_of(jnp.where(i + 1 < count, segment.begin + i + 1, next_segment.begin))
+            following = pipeline.page_ids(jnp.where(i + 1 < count, segment.begin + i + 1, next_segment.begin))
             # Copies are issued one after another, so pages that follow each other in memory share one.
             together = functools.reduce(operator.and_, (page == ids[0] + j for j, page in enumerate(ids)))
             for tokens, ring, full, free in pipeline.rings:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.pac_arrays import PacSizes
-from pallas_kernels.plan_format import Segment
+from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.softmax import MASK_VALUE
 
 #: Computing warpgroups, and so row tiles of a wide segment.
@@ -181,6 +181,11 @@ class Pipeline:
         """Load factors on the scores of the rows in a query buffer, [64]; None where there are none."""
         del buffer
         return None
+
+    def page_ids(self, block: jax.Array) -> tuple[jax.Array, ...]:
+        """Load the pages of a block of the plan."""
+        of_block, page_id = range(self.sizes.pages_per_block), Page._fields.index("page_id")
+        return tuple(self.refs.block_pages[block, j, page_id] for j in of_block)
 
     def first_scales(self, segment: Segment) -> Any:
         """Ask for the scales of the first tokens of a segment, if tokens have any."""

@@ -10,15 +10,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.by_thread import THREAD, THREADS, page_and_token
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
-from pallas_kernels.hopper.pac_pipeline import COLUMNS, MAX_BLOCK_TOKENS, UNIFORM_READERS, Pipeline
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, UNIFORM_READERS, Pipeline
 from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.token_mask import readers_of_token
 
 _MAX_AT_ONCE = 8  # loads in flight while gathering
 _FEW_PAGES = 4  # pages of a block whose entries are kept in registers while the copies of query rows are issued
-_THREAD = plgpu.Layout.WG_STRIDED((MAX_BLOCK_TOKENS,), 1)  # a token for each thread
 
 _Entries = tuple[Page, ...] | list[jax.Array]  # or the planes of the mask, where those are given
 
@@ -120,7 +120,7 @@ def _entries_of(pipeline: Pipeline, block: jax.Array) -> _Entries:
     ref, sizes = pipeline.refs.block_pages, pipeline.sizes
     at = jnp.minimum(block, ref.shape[0] - 1)
     if sizes.token_planes:
-        return [load(getattr(pipeline.refs, name).at[at], _THREAD) for name in sizes.token_planes]
+        return [load(getattr(pipeline.refs, name).at[at], THREAD) for name in sizes.token_planes]
     fields = range(1, len(Page._fields))
     return tuple(Page(None, *(ref[at, j, field] for field in fields)) for j in range(sizes.pages_per_block))
 
@@ -147,10 +147,9 @@ def _mask_planes(pipeline: Pipeline, masks: _Masks) -> list[jax.Array]:
     """
     if isinstance(masks, list):
         return masks
-    page_tokens = jnp.int32(pipeline.sizes.page_tokens)
-    index = plgpu.broadcasted_iota(jnp.int32, (MAX_BLOCK_TOKENS,), 0, layout=_THREAD)
-    page_of, offset = lax.div(index, page_tokens), lax.rem(index, page_tokens)
-    readers = position = plgpu.layout_cast(jnp.full((MAX_BLOCK_TOKENS,), 0, jnp.int32), _THREAD)
+    page_tokens = pipeline.sizes.page_tokens
+    page_of, offset = page_and_token(page_tokens)
+    readers = position = plgpu.layout_cast(jnp.full((THREADS,), 0, jnp.int32), THREAD)
     for j, page in enumerate(masks):
         readers = jnp.where(page_of == j, readers_of_token(page.readers, offset, page.valid), readers)
         if page.position is not None:

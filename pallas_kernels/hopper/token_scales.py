@@ -19,10 +19,11 @@ from jax import lax
 from pallas_kernels import by_thread
 from pallas_kernels.compat import load
 from pallas_kernels.family import Call
-from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, Sizes
-from pallas_kernels.plan_format import Page, Segment
+from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, Pipeline, Sizes
+from pallas_kernels.plan_format import Segment
 
-_KEY, _VALUE = 0, 1
+#: Where in shared memory.
+KEY, VALUE = 0, 1
 
 
 class Ahead(NamedTuple):
@@ -47,50 +48,40 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
     return {"token_scales": plgpu.SMEM((sizes.stages, 2, MAX_BLOCK_TOKENS), jnp.float32)}
 
 
-def first(refs: Any, sizes: Any, segment: Segment) -> Ahead:
+def first(pipeline: Pipeline, segment: Segment) -> Ahead:
     """Ask for what the first blocks of a segment need."""
-    page_ids = _page_ids(refs, sizes, segment.begin)
-    return Ahead(_gathered(refs, sizes, segment, page_ids), _page_ids(refs, sizes, segment.begin + 1))
+    page_ids = _page_ids(pipeline, segment.begin)
+    return Ahead(_gathered(pipeline, segment, page_ids), _page_ids(pipeline, segment.begin + 1))
 
 
-def put(refs: Any, sizes: Any, segment: Segment, block: jax.Array, stage: jax.Array, ahead: Ahead) -> Ahead:
+def put(pipeline: Pipeline, segment: Segment, block: jax.Array, stage: jax.Array, ahead: Ahead) -> Ahead:
     """Store the scales of a block of the plan, and ask for those of the blocks after it."""
-    following = _gathered(refs, sizes, segment, ahead.page_ids), _page_ids(refs, sizes, block + 2)
-    for which, scale in zip((_KEY, _VALUE), ahead.scales, strict=True):
-        refs.token_scales.at[stage, which][...] = scale
-    return Ahead(*following)
+    following = Ahead(_gathered(pipeline, segment, ahead.page_ids), _page_ids(pipeline, block + 2))
+    for which, scale in zip((KEY, VALUE), ahead.scales, strict=True):
+        pipeline.refs.token_scales.at[stage, which][...] = scale
+    return following
 
 
-def of_keys(refs: Any, block: int, stage: jax.Array) -> jax.Array:
-    """Load the scales of a block's keys, [block]."""
-    return _of(refs, block, stage, _KEY)
+def of_block(pipeline: Pipeline, stage: jax.Array, which: int) -> jax.Array:
+    """Load the scales of a block's keys, or of its values, [block]."""
+    place = pipeline.refs.token_scales.at[stage, which, pl.ds(0, pipeline.sizes.block)]
+    return load(place, plgpu.Layout.WGMMA.reduce(0))
 
 
-def of_values(refs: Any, block: int, stage: jax.Array) -> jax.Array:
-    """Load the scales of a block's values, [block]."""
-    return _of(refs, block, stage, _VALUE)
+def _page_ids(pipeline: Pipeline, block: jax.Array) -> tuple[jax.Array, ...]:
+    """Load the pages of a block, or of the plan's last one past its end."""
+    return pipeline.page_ids(jnp.minimum(block, pipeline.refs.block_pages.shape[0] - 1))
 
 
-def _of(refs: Any, block: int, stage: jax.Array, which: int) -> jax.Array:
-    along = plgpu.Layout.WGMMA.reduce(0)
-    return load(refs.token_scales.at[stage, which, pl.ds(0, block)], along)
-
-
-def _page_ids(refs: Any, sizes: Any, block: jax.Array) -> tuple[jax.Array, ...]:
-    at = jnp.minimum(block, refs.block_pages.shape[0] - 1)
-    return tuple(refs.block_pages[at, j, Page._fields.index("page_id")] for j in range(sizes.pages_per_block))
-
-
-def _gathered(refs: Any, sizes: Any, segment: Segment, page_ids: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+def _gathered(pipeline: Any, segment: Segment, page_ids: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     """Load the scales of a block of these pages, which may be parts of the caller's."""
-    index = plgpu.broadcasted_iota(jnp.int32, (MAX_BLOCK_TOKENS,), 0, layout=by_thread.THREAD)
-    page_of, offset = lax.div(index, jnp.int32(sizes.page_tokens)), lax.rem(index, jnp.int32(sizes.page_tokens))
-    parts = sizes.scale_page_tokens // sizes.page_tokens
+    refs, page_tokens, page_size = pipeline.refs, pipeline.sizes.page_tokens, pipeline.sizes.scale_page_tokens
+    page_of, offset = by_thread.page_and_token(page_tokens)
+    parts, num_kv_heads = jnp.int32(page_size // page_tokens), refs.keys.shape[1]
     begin = plgpu.layout_cast(jnp.full((MAX_BLOCK_TOKENS,), 0, jnp.int32), by_thread.THREAD)
     for j, page in enumerate(page_ids):
-        row = lax.div(page, jnp.int32(parts)) * sizes.num_kv_heads + segment.head
-        at = row * sizes.scale_page_tokens + lax.rem(page, jnp.int32(parts)) * sizes.page_tokens
-        begin = jnp.where(page_of == j, at, begin)
+        row = lax.div(page, parts) * num_kv_heads + segment.head
+        begin = jnp.where(page_of == j, row * page_size + lax.rem(page, parts) * page_tokens, begin)
     # Copies find zeros past the end of an array, loads of threads must not look there, whatever a plan says.
     index = jnp.clip(begin + offset, 0, refs.key_scale_of_tokens.shape[0] - 1)
     return by_thread.gather(refs.key_scale_of_tokens, index), by_thread.gather(refs.value_scale_of_tokens, index)

@@ -41,7 +41,6 @@ class OneByteSizes(Sizes):
     """All that is known when the kernel is compiled."""
 
     scale_page_tokens: int = 0  # of pages whose tokens have scales of their own; 0 where they have none
-    num_kv_heads: int = 1  # K
 
     @property
     def dtype(self) -> Any:
@@ -97,19 +96,19 @@ class OneBytePipeline(Pipeline):
 
     def first_scales(self, segment: Segment) -> Any:
         """Ask for the scales of the first tokens of a segment, if tokens have any."""
-        return token_scales.first(self.refs, self.sizes, segment) if self.sizes.scale_page_tokens else None
+        return token_scales.first(self, segment) if self.sizes.scale_page_tokens else None
 
     def put_scales(self, segment: Segment, block: jax.Array, stage: jax.Array, ahead: Any) -> Any:
         """Put the scales of a block's tokens beside its mask, and ask for later ones, if tokens have any."""
-        return ahead and token_scales.put(self.refs, self.sizes, segment, block, stage, ahead)
+        return ahead and token_scales.put(self, segment, block, stage, ahead)
 
     def key_scale(self, stage: jax.Array) -> jax.Array | None:
         """Load factors on the scores of a block's tokens, [block]; None where there are none."""
-        return token_scales.of_keys(self.refs, self.sizes.block, stage) if self.sizes.scale_page_tokens else None
+        return token_scales.of_block(self, stage, token_scales.KEY) if self.sizes.scale_page_tokens else None
 
     def value_scale(self, stage: jax.Array) -> jax.Array | None:
         """Load factors on the values of a block's tokens, [block]; None where there are none."""
-        return token_scales.of_values(self.refs, self.sizes.block, stage) if self.sizes.scale_page_tokens else None
+        return token_scales.of_block(self, stage, token_scales.VALUE) if self.sizes.scale_page_tokens else None
 
     def values(self, number: jax.Array, stage: jax.Array) -> Any:
         """Refer to the values of block `number` in 16 bits, [block, V]."""

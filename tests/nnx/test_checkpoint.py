@@ -277,9 +277,11 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, changes: dict, scheme:
 
 def test_scales_go_with_one_byte_a_number_and_every_layer() -> None:
     config = DecoderConfig(64, 32, 64, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16)
-    with pytest.raises(ValueError, match=r"^kv_scales: expected a pair for each of 2 layers, .* with bfloat16"):
+    with pytest.raises(ValueError, match=r"^kv_scales: expected a pair for each of 2 layers, .* got 2 with bfloat16"):
         replace(config, kv_scales=((1.0, 1.0),) * 2)
-    with pytest.raises(ValueError, match=r"^kv_scales: expected a pair for each of 2 layers, .* with float8_e4m3"):
+    with pytest.raises(
+        ValueError, match=r"^kv_scales: expected a pair for each of 2 layers, .* got 1 with float8_e4m3"
+    ):
         replace(config, kv_dtype=jnp.float8_e4m3fn, kv_scales=((1.0, 1.0),))
     with pytest.raises(ValueError, match=r"^kv_scales: expected .* got 'token' with bfloat16"):
         replace(config, kv_scales="token")
