@@ -25,14 +25,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import pac_arrays, plan_guard
+from pallas_kernels import pac_arrays
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import latent_widen, long_heads, tensor_core
+from pallas_kernels.hopper import latent_widen, long_heads, roles, tensor_core
 from pallas_kernels.hopper.latent_compute import follow, score
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline, LatentSizes
 from pallas_kernels.hopper.latent_widen import ROTATED, OneBytePipeline
@@ -40,14 +39,10 @@ from pallas_kernels.hopper.long_heads import LongPipeline
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, tiles_of
 from pallas_kernels.hopper.pac_prepare import prepare
+from pallas_kernels.hopper.roles import Role
 from pallas_kernels.hopper.tiling import LONG
 from pallas_kernels.packing import TILE_ROWS
 
-_SCORER, _FOLLOWER, _LOADER, _PREPARER = range(4)
-#: Of a thread; 4 x 128 threads share 65,536.
-_REGISTERS = {"score": 232, "follow": 168, "load": 40, "prepare": 72}
-#: Where who prepares also widens.
-_ONE_BYTE_REGISTERS = {"score": 232, "follow": 160, "load": 32, "prepare": 88}
 _STAGES = 2
 
 
@@ -84,33 +79,12 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
     outputs = pac_arrays.outputs_of(call, call.plan.heads.value_head_dim)
     pipeline_class: type[LatentPipeline] = LongPipeline if sizes.has_values_apart else LatentPipeline
     pipeline_class = OneBytePipeline if sizes.is_one_byte else pipeline_class
-    scratch, registers = _scratch(sizes), _ONE_BYTE_REGISTERS if sizes.is_one_byte else _REGISTERS
+    scratch, of_warpgroups = _scratch(sizes), _roles(sizes.is_one_byte)
 
     def body(*refs: Any) -> None:
         named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
         named.query_buffers = tensor_core.query_views(named.query_buffers)
-        pipeline = pipeline_class(named, sizes)
-
-        @pl.when(pipeline.warpgroup == _SCORER)
-        def _score() -> None:
-            plgpu.set_max_registers(registers["score"], action="increase")
-            score(pipeline)
-
-        @pl.when(pipeline.warpgroup == _FOLLOWER)
-        def _follow() -> None:
-            plgpu.set_max_registers(registers["follow"], action="increase")
-            follow(pipeline)
-
-        @pl.when(pipeline.warpgroup == _LOADER)
-        def _load() -> None:
-            plgpu.set_max_registers(registers["load"], action="decrease")
-            load_blocks(pipeline)
-
-        @pl.when(pipeline.warpgroup == _PREPARER)
-        def _prepare() -> None:
-            plgpu.set_max_registers(registers["prepare"], action="decrease")
-            prepare(pipeline)
-            plan_guard.look(named)
+        roles.take(of_warpgroups, lambda: pipeline_class(named, sizes))
 
     kernel = plgpu.kernel(
         body,
@@ -118,12 +92,18 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
         scratch_types=list(scratch.values()),
         grid=(call.plan.cta_begin.shape[0],),
         grid_names=("cta",),
-        num_threads=_PREPARER + 1,
+        num_threads=len(of_warpgroups),
         thread_name="warpgroup",
         # Rows are reduced within a warp, by registers.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     return kernel(*inputs.values())
+
+
+def _roles(is_one_byte: bool) -> tuple[Role, ...]:
+    """List what the warpgroups do; who prepares also widens numbers of one byte."""
+    of_follow, of_load, of_prepare = (160, 32, 88) if is_one_byte else (168, 40, 72)
+    return Role(score, 232), Role(follow, of_follow), Role(load_blocks, of_load), Role(prepare, of_prepare)
 
 
 def _scratch(sizes: LatentSizes) -> dict[str, Any]:

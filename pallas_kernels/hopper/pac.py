@@ -6,7 +6,7 @@
     warpgroup 3 (pac_prepare)   requests of the tile ─► query rows ─► Q tiles;  lengths of the nodes ─► masks
          (plan_guard)           lengths of all nodes, shared out ─► does the plan still hold?
     warpgroups 0, 1             S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
-          (pac_compute)
+      (pac_compute, pac_wide)
 
 A segment is narrow or wide. Narrow: both computing warpgroups hold the same row tile and alternate blocks, and the lane
 of the last block merges their states at the end. Wide: each holds a row tile of its own and both work on every block,
@@ -21,26 +21,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import pac_arrays, plan_guard
+from pallas_kernels import pac_arrays
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import tensor_core, terms, token_scales, widen
+from pallas_kernels.hopper import roles, tensor_core, terms, token_scales, widen
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes, tiles_of
 from pallas_kernels.hopper.pac_prepare import prepare
+from pallas_kernels.hopper.roles import Role
 from pallas_kernels.hopper.tiling import stages_of
 from pallas_kernels.hopper.widen import OneBytePipeline, OneByteSizes
 from pallas_kernels.packing import TILE_ROWS
-
-_LOADER, _PREPARER = LANES, LANES + 1
-_REGISTERS = {"compute": 208, "load": 40, "prepare": 56}  # of a thread; 4 x 128 threads share 65,536
-#: Where who prepares also widens.
-_ONE_BYTE_REGISTERS = {"compute": 200, "load": 32, "prepare": 80}
 
 
 def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -79,30 +74,14 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, sizes.value_head_dim)
-    scratch, registers = _scratch(sizes), _ONE_BYTE_REGISTERS if is_one_byte else _REGISTERS
+    scratch = _scratch(sizes)
 
     def body(*refs: Any) -> None:
         named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
         named.query_buffers = tensor_core.query_views(named.query_buffers)
         if sizes.is_padded:
             named.key_ring, named.value_ring = map(tensor_core.ring_views, (named.key_ring, named.value_ring))
-        pipeline = pipeline_of(named, sizes)
-
-        @pl.when(pipeline.warpgroup < LANES)
-        def _compute() -> None:
-            plgpu.set_max_registers(registers["compute"], action="increase")
-            compute(pipeline)
-
-        @pl.when(pipeline.warpgroup == _LOADER)
-        def _load() -> None:
-            plgpu.set_max_registers(registers["load"], action="decrease")
-            load_blocks(pipeline)
-
-        @pl.when(pipeline.warpgroup == _PREPARER)
-        def _prepare() -> None:
-            plgpu.set_max_registers(registers["prepare"], action="decrease")
-            prepare(pipeline)
-            plan_guard.look(pipeline.refs)
+        roles.take(_roles(is_one_byte), lambda: pipeline_of(named, sizes))
 
     kernel = plgpu.kernel(
         body,
@@ -115,6 +94,12 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(*inputs.values())
+
+
+def _roles(is_one_byte: bool) -> tuple[Role, ...]:
+    """List what the warpgroups do; who prepares also widens numbers of one byte."""
+    of_compute, of_load, of_prepare = (200, 32, 80) if is_one_byte else (208, 32, 64)
+    return Role(compute, of_compute, LANES), Role(load_blocks, of_load), Role(prepare, of_prepare)
 
 
 def _scratch(sizes: Sizes) -> dict[str, Any]:

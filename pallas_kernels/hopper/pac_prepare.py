@@ -10,6 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import plan_guard
 from pallas_kernels.by_thread import THREAD, THREADS, page_and_token
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
@@ -35,7 +36,7 @@ _Masks = tuple[_PageMask, ...] | list[jax.Array]  # or the planes
 
 
 def prepare(pipeline: Pipeline) -> None:
-    """Fill the query buffers, a tile for each lane, and the ring of masks."""
+    """Fill the query buffers, a tile for each lane, and the ring of masks; then look whether the plan holds."""
     refs, sizes = pipeline.refs, pipeline.sizes
 
     def work(segment: Segment, _: Segment, done: jax.Array, buffer: jax.Array, __: None) -> None:
@@ -77,6 +78,7 @@ def prepare(pipeline: Pipeline) -> None:
         lax.fori_loop(middle, segment.end - segment.begin, functools.partial(step, masked=True), carry)
 
     pipeline.each_segment(work)
+    plan_guard.look(refs)
 
 
 def _gather(pipeline: Pipeline, tile: jax.Array, start: jax.Array, head: jax.Array, buffer: jax.Array) -> None:

@@ -1,0 +1,66 @@
+"""PAC over pages of 16 bits as machine code of an H200: registers and spills.
+
+No GPU is needed, but CUDA's compiler, as the wheels of jax[cuda13] bring it. A process compiles for one GPU only. What
+the warpgroups that load and prepare have to spill, all others wait for.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from test_ampere_compiles import GPUS
+
+COMPILE = """
+import sys
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from codec_jax import Forest, make_plan
+from codec_jax.attention import forest_attention
+
+topology = topologies.get_topology_desc(platform="cuda", target_config=sys.argv[1], topology="1x1x1")
+here = jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), jax.sharding.PartitionSpec())
+device = SimpleNamespace(compute_capability="9.0", core_count=132, platform="gpu", device_kind="NVIDIA H200")
+def make(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+forest = Forest.from_nodes([-1] + [0] * 64, [32768] + [1024] * 64, list(range(1, 65)), page_size=16)
+num_pages = int(forest.used_pages.max()) + 1
+with mock.patch.object(jax, "devices", lambda: [device]):
+    for dim, value_dim, block, softcap in (
+        (64, 64, 128, None), (128, 128, 128, None), (128, 128, 64, None), (128, 128, 128, 50.0), (192, 128, 64, None),
+    ):
+        plan = make_plan(
+            forest, num_q_heads=32, num_kv_heads=8, head_dim=dim, value_head_dim=value_dim, block_tokens=block
+        )
+        assert plan.arrays.used_segments.is_wide.any()
+        arrays = jax.tree.map(lambda x: make(x.shape, x.dtype), (forest, plan))
+        query, *pages = make((64, 1, 32, dim)), make((num_pages, 16, 8, dim)), make((num_pages, 16, 8, value_dim))
+        attend = jax.jit(partial(forest_attention, implementation="mosaic", softcap=softcap))
+        attend.lower(query, *pages, *arrays).compile()
+        print("CASE", flush=True)
+"""
+
+
+def test_attention_compiles_without_spills_and_products_of_wide_segments_overlap() -> None:
+    environment = os.environ | {
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, GPUS["sm_90"].target],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-3000:]
+    assert said.count("CASE") == 5
+    # Two kernels a call.
+    assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)) == {("0", "0")}
+    assert len(re.findall(r"Used (\d+) registers", said)) == 10
+    # ptxas says C7510 where it makes wgmma wait for each other.
+    assert "C7510" not in said
+    assert "serialized" not in said
