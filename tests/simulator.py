@@ -29,7 +29,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     monkeypatch.setattr(by_thread, "gather", gather)
     for function in (
         query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms, any_above,
-        multiply_keys, multiply_values,
+        multiply_keys, multiply_values, multiply_both,
     ):  # fmt: skip
         monkeypatch.setattr(tensor_core, function.__name__, function)
 
@@ -131,6 +131,13 @@ def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, val
     weights = weights if isinstance(weights, jax.Array) else read(weights)
     products = multiply(weights, rows_of(pipeline, values))
     return [acc + part for acc, part in zip(accs, jnp.split(products, len(accs), axis=1), strict=True)]
+
+
+def multiply_both(
+    pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any, buffer: jax.Array, keys: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """Do one after the other."""
+    return multiply_values(pipeline, accs, weights, values), multiply_keys(pipeline, buffer, keys)
 
 
 def rows_of(pipeline: Pipeline, block: Any) -> jax.Array:

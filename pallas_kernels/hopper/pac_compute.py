@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
-from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper import pac_wide, tensor_core
 from pallas_kernels.hopper.pac_mask import all_rows, broadcast_rows, mask_scores, over_rows
 from pallas_kernels.hopper.pac_pipeline import LANES, LaneWork, Pipeline
 from pallas_kernels.hopper.pac_softmax import Scores, State, add_block, capped, init_state, row_sum
@@ -54,8 +54,7 @@ def compute(pipeline: Pipeline) -> None:
         )
         middle = lane.blocks_before(segment.first_masked - segment.begin)
         count = lane.blocks_before(segment.end - segment.begin)
-        state = init_state(pipeline.sizes)
-        state = lax.fori_loop(0, middle, functools.partial(_step, pipeline, lane, masked=False), state)
+        state = _add_unmasked(pipeline, lane, middle)
         state = lax.fori_loop(middle, count, functools.partial(_step, pipeline, lane, masked=True), state)
         own = _Partial(state.accs, state.reference, row_sum(state))
         plgpu.barrier_arrive(refs.query_free.at[buffer0])
@@ -77,6 +76,19 @@ def compute(pipeline: Pipeline) -> None:
             _write(pipeline, segment.partial0, _merged(pipeline, own))
 
     pipeline.each_segment(work)
+
+
+def _add_unmasked(pipeline: Pipeline, lane: LaneWork, count: jax.Array) -> State:
+    """Return the state of the lane's tile after the first `count` of its blocks, which need no mask."""
+    sizes = pipeline.sizes
+
+    def one_by_one(_: None) -> State:
+        step = functools.partial(_step, pipeline, lane, masked=False)
+        return lax.fori_loop(0, count, step, init_state(sizes, sizes.by_reference))
+
+    if not pac_wide.serves(sizes):
+        return one_by_one(None)
+    return lax.cond(lane.segment.is_wide, lambda _: pac_wide.add_blocks(pipeline, lane, count), one_by_one, None)
 
 
 def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: State, masked: bool) -> State:

@@ -85,7 +85,7 @@ class Sizes(PacSizes):
 
     @property
     def by_reference(self) -> bool:
-        """Which way the softmax goes: by reference, arithmetic is less, and it is no faster where memory decides."""
+        """Which way the softmax goes, but in `pac_wide`: by reference, which is no faster where memory decides."""
         return False
 
     @property

@@ -2,7 +2,7 @@
 
 Weights of a row are relative to a number, its reference, and any will do that lets none overflow, as outputs and sums
 are divided by each other in the end. `_add_exactly` takes the maximum so far: weights wait for the maximum of their
-block, and what is added up already is scaled for every block. `_add_by_reference` keeps a reference until a block has
+block, and what is added up already is scaled for every block. `add_by_reference` keeps a reference until a block has
 weights far above 1, and adds that block again, by its maximum. Weights follow the scores at once then, and
 accumulators are left alone. A row takes a new reference for its own scores alone, never for those of other rows.
 
@@ -48,12 +48,12 @@ class Scores(NamedTuple):
     value_scale: jax.Array | None  # [block], factors on values; weights have them when they are multiplied
 
 
-def init_state(sizes: Sizes) -> State:
-    """Return the state of a tile that has seen nothing."""
+def init_state(sizes: Sizes, by_reference: bool) -> State:
+    """Return the state of a tile that has seen nothing, for one of the two ways."""
     return State(
         accs=[filled(0, TILE_ROWS, sizes.acc_columns)] * (sizes.value_head_dim // sizes.acc_columns),
-        reference=filled(MIN_ROW_MAX if sizes.by_reference else MASK_VALUE, TILE_ROWS),
-        sums=filled(0, TILE_ROWS, _SUMS) if sizes.by_reference else filled(0, TILE_ROWS),
+        reference=filled(MIN_ROW_MAX if by_reference else MASK_VALUE, TILE_ROWS),
+        sums=filled(0, TILE_ROWS, _SUMS) if by_reference else filled(0, TILE_ROWS),
     )
 
 
@@ -76,7 +76,7 @@ def add_block(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -
       is_first: whether the tile has seen nothing yet.
     """
     if sizes.by_reference:
-        return _add_by_reference(sizes, state, scores, is_first)
+        return add_by_reference(sizes, state, scores, is_first)
     return _add_exactly(sizes, state, scores)
 
 
@@ -103,7 +103,8 @@ def _add_exactly(sizes: Sizes, state: State, scores: Scores) -> tuple[jax.Array,
     )
 
 
-def _add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:
+def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:
+    """Do as `add_block`, by reference whatever the sizes say."""
     products, factor, visible, _ = scores
 
     def relative_to(reference: jax.Array) -> tuple[jax.Array, jax.Array]:

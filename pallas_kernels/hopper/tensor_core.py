@@ -103,16 +103,12 @@ def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array
     Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64]. A query of several terms, one after
     the other, is their sum.
     """
-    sizes, query = pipeline.sizes, pipeline.query(buffer)
 
     def products(products_ref: Any) -> jax.Array:
-        for part in range(query.shape[0]):
-            at = part % sizes.query_parts
-            columns = keys.at[at] if sizes.is_padded else keys.at[:, pl.ds(at * COLUMNS, COLUMNS)]
-            plgpu.wgmma(products_ref, query.at[part], transposed(columns))
+        _issue_keys(pipeline, products_ref, buffer, keys)
         return products_ref[...]
 
-    return pl.run_scoped(products, plgpu.ACC((TILE_ROWS, sizes.block), jnp.float32))
+    return pl.run_scoped(products, plgpu.ACC((TILE_ROWS, pipeline.sizes.block), jnp.float32))
 
 
 def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any) -> list[jax.Array]:
@@ -121,11 +117,38 @@ def multiply_values(pipeline: Pipeline, accs: list[jax.Array], weights: Any, val
     Values are a reference to [block, V], or of padded heads to [V / 64, block, 64]. Weights are in registers, or a
     reference.
     """
-    sizes, columns = pipeline.sizes, pipeline.sizes.acc_columns
 
     def products(acc_refs: list[Any]) -> None:
-        for i, acc_ref in enumerate(acc_refs):
-            part = values.at[i] if sizes.is_padded else values.at[:, pl.ds(i * columns, columns)]
-            plgpu.wgmma(acc_ref, weights, part)
+        _issue_values(pipeline, acc_refs, weights, values)
 
     return pl.run_state(products)([plgpu.ACC.init(acc) for acc in accs])
+
+
+def multiply_both(
+    pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any, buffer: jax.Array, keys: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """Do what `multiply_values` does with a block, and `multiply_keys` with another, and wait once for all products."""
+    products = plgpu.layout_cast(jnp.full((TILE_ROWS, pipeline.sizes.block), 0, jnp.float32), plgpu.Layout.WGMMA)
+
+    def both(refs: list[Any]) -> None:
+        *acc_refs, products_ref = refs
+        _issue_values(pipeline, acc_refs, weights, values)
+        _issue_keys(pipeline, products_ref, buffer, keys)
+
+    *accs, products = pl.run_state(both)([plgpu.ACC.init(acc) for acc in (*accs, products)])
+    return accs, products
+
+
+def _issue_keys(pipeline: Pipeline, products_ref: Any, buffer: jax.Array, keys: Any) -> None:
+    sizes, query = pipeline.sizes, pipeline.query(buffer)
+    for part in range(query.shape[0]):
+        at = part % sizes.query_parts
+        columns = keys.at[at] if sizes.is_padded else keys.at[:, pl.ds(at * COLUMNS, COLUMNS)]
+        plgpu.wgmma(products_ref, query.at[part], transposed(columns))
+
+
+def _issue_values(pipeline: Pipeline, acc_refs: list[Any], weights: Any, values: Any) -> None:
+    sizes, columns = pipeline.sizes, pipeline.sizes.acc_columns
+    for i, acc_ref in enumerate(acc_refs):
+        part = values.at[i] if sizes.is_padded else values.at[:, pl.ds(i * columns, columns)]
+        plgpu.wgmma(acc_ref, weights, part)
