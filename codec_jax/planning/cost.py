@@ -4,9 +4,9 @@
     time      cached_us[tiles, n]   K and V come from the L2 cache: arithmetic decides
               memory_us[tiles, n]   every thread block reads K and V of its own: the memory's bandwidth decides
 
-Which of the two holds depends on what all thread blocks do together, so a plan has one number for it
-(`Estimate.stall`). Tables are measured by `python -m codec_jax.profile`; where there is none, a roofline serves.
-Paper: doi 10.1145/3802028.
+Which of the two holds depends on what all thread blocks do together, so a plan has one number for how much of the wait
+for memory shows (`Estimate.stall`). Tables are measured by `python -m codec_jax.profile`; where there is none, a
+roofline serves. Paper: doi 10.1145/3802028.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ _MEASURE_AGAIN = "measure again with `python -m codec_jax.profile`"
 _SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
 _FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
 
-#: Share of the wait for memory that shows in narrow blocks however much bandwidth others leave them: a thread block has
-#: two blocks in flight, too few to hide all of it.
+#: Share of the wait for memory that shows however much bandwidth others leave: a thread block has two blocks in flight,
+#: too few to hide all of it.
 _MIN_STALL = 0.3
+#: Time of a wide block over that of the table where memory decides. There all thread blocks read alike; beside some
+#: that have narrow blocks, those with wide ones get less: they keep what they have read for longer, and ask for less.
+_WIDE_WAIT = 1.1
 
 Table = tuple[tuple[float, ...], ...]
 
@@ -60,7 +63,7 @@ class CostModel:
     >>> model = CostModel.shipped("NVIDIA H200", layout)
     >>> model.check_layout(layout)  # raises nothing: the table is for this one
     >>> model.kv_us(wide=[False, True], tokens=4096, cached=False).tolist()
-    [62.398, 64.115]
+    [60.32, 60.32]
     >>> model.save("costs.json")
     >>> CostModel.load("costs.json") == model
     True
@@ -286,7 +289,7 @@ class Estimate(NamedTuple):
 
     model: CostModel
     block_tokens: int
-    stall: float = 1.0  # share of the wait for memory that shows in narrow blocks: at 1 each reads its own
+    stall: float = 1.0  # share of the wait for memory that shows: at 1 each thread block reads its own
     token_masked: float = 1.0  # share of the masked blocks that are masked by token; a mask by row costs nothing
 
     @classmethod
@@ -301,7 +304,7 @@ class Estimate(NamedTuple):
         fast, slow = (cls(model, block_tokens, stall, token_masked).block_us for stall in (0.0, 1.0))
         reading = unique * slow[0, 0]
         computing = float((blocks * fast).sum())
-        longest = float((blocks * (slow - fast))[0].sum())
+        longest = float((blocks * (slow - fast)).sum())
         stall = min(max((reading - computing) / longest, _MIN_STALL), 1.0) if longest > 0 else 1.0
         return cls(model, block_tokens, stall, token_masked)
 
@@ -313,13 +316,12 @@ class Estimate(NamedTuple):
     @property
     def block_us(self) -> Float[np.ndarray, "2 2"]:
         """Time of one of many blocks: [narrow or wide, unmasked or masked]."""
-        memory, cached = self.model.token_us.T[:, :, None] * self.block_tokens
-        cached = cached * np.asarray([1.0, self.mask_slowdown])
-        return cached + self._shown(np.asarray([[False], [True]])) * np.maximum(memory - cached, 0.0)
+        memory, cached = self.model.token_us.T[:, :, None] * self.block_tokens  # [narrow or wide, 1]
+        return self._waiting(np.asarray([[False], [True]]), memory, cached * np.asarray([1.0, self.mask_slowdown]))
 
-    def _shown(self, wide: Any) -> Any:
-        """Return the share of the wait that shows: all of it in wide blocks, whichever memory brings them."""
-        return np.where(wide, 1.0, self.stall)
+    def _waiting(self, wide: Any, memory: Any, cached: Any) -> Any:
+        """Return what blocks take that would take these times from memory, and from the L2 cache."""
+        return cached + self.stall * np.maximum(memory * np.where(wide, _WIDE_WAIT, 1.0) - cached, 0.0)
 
     def segment_us(self, wide: Any) -> Any:
         """Return what a segment costs beyond its blocks."""
@@ -330,11 +332,14 @@ class Estimate(NamedTuple):
         """Cost of a segment, narrow or wide, beyond blocks that cost what one of many does: the first take longer."""
         model, wide = self.model, np.asarray([False, True])
         shortest = model.tokens[0]
-        memory, cached = (
-            model.kv_us(wide, shortest, cached=cached) - model.token_us[:, int(cached)] * shortest
-            for cached in (False, True)
+        first, later = (
+            self._waiting(wide, *times)
+            for times in (
+                (model.kv_us(wide, shortest, cached=cached) for cached in (False, True)),
+                model.token_us.T * shortest,
+            )
         )
-        return self.segment_us(wide) + np.maximum(cached + self._shown(wide) * (memory - cached), 0.0)
+        return self.segment_us(wide) + np.maximum(first - later, 0.0)
 
     def segments(
         self, wide: Bool[np.ndarray, " n"], unmasked: Int[np.ndarray, " n"], masked: Int[np.ndarray, " n"]
@@ -343,7 +348,7 @@ class Estimate(NamedTuple):
         blocks = unmasked + masked
         memory, cached = (self.model.kv_us(wide, blocks * self.block_tokens, cached=cached) for cached in (False, True))
         cached = cached * (1 + (self.mask_slowdown - 1) * masked / np.maximum(blocks, 1))
-        return self.segment_us(wide) + cached + self._shown(wide) * np.maximum(memory - cached, 0.0)
+        return self.segment_us(wide) + self._waiting(wide, memory, cached)
 
 
 def user_folder() -> str:
