@@ -116,8 +116,8 @@ def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
 
 
 def any_above(numbers: jax.Array, limit: float) -> jax.Array:
-    """Say whether one of the numbers is above a limit or NaN, of all warps at once."""
-    return jnp.any(~(numbers <= limit)).astype(jnp.int32)
+    """Say whether one of the numbers is above a limit, of all warps at once."""
+    return jnp.any(numbers > limit).astype(jnp.int32)
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:

@@ -128,7 +128,8 @@ def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.A
         accs = [acc * broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
         return weights, State(accs, reference, state.sums * broadcast_rows(alpha, _SUMS) + sums)
 
-    # A tile that has seen nothing has no reference worth a try.
+    # A tile that has seen nothing has no reference worth a try. Weights that are NaN are as they would be by any other:
+    # rows of no request, which may hold anything, do not make a tile add every block twice.
     weights, sums = lax.cond(is_first, unknown, relative_to, state.reference)
     is_far = tensor_core.any_above(sums, _FAR)
     return lax.switch(is_far, [keep, renew], state, weights, sums)

@@ -78,7 +78,7 @@ def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> N
 
 
 def any_above(numbers: jax.Array, limit: float) -> jax.Array:
-    """Say of each warp whether one of its numbers, [64, columns], is above a limit or NaN, by 1 or 0."""
+    """Say of each warp whether one of its numbers, [64, columns], is above a limit, by 1 or 0; NaN is not."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
@@ -90,7 +90,7 @@ def any_above(numbers: jax.Array, limit: float) -> jax.Array:
         for pair in numbers.registers.flat:
             for place in range(2):
                 number = vector.extract(pair, [], [place])
-                found = arith.ori(found, arith.cmpf(arith.CmpFPredicate.UGT, number, most))
+                found = arith.ori(found, arith.cmpf(arith.CmpFPredicate.OGT, number, most))
         found = nvvm.vote_sync(mgpu.c(0xFFFFFFFF, word), found, "any")
         return mgpu.FragmentedArray.splat(arith.extui(word, found), (), is_signed=True)
 
