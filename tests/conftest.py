@@ -38,7 +38,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # What several test files share asserts, too: these say which values differ.
-pytest.register_assert_rewrite("attending", "kernel_calls", "paged_rows", "plan_cases", "small_checkpoints")
+pytest.register_assert_rewrite(
+    "attending", "kernel_calls", "machine_code", "paged_rows", "plan_cases", "small_checkpoints"
+)
 
 hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("reproducible")

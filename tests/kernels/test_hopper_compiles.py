@@ -4,12 +4,7 @@ No GPU is needed, but CUDA's compiler, as the wheels of jax[cuda13] bring it. A 
 the warpgroups that load and prepare have to spill, all others wait for.
 """
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
+from machine_code import check_on_hopper
 from test_ampere_compiles import GPUS
 
 COMPILE = """
@@ -46,21 +41,5 @@ with mock.patch.object(jax, "devices", lambda: [device]):
 
 
 def test_attention_compiles_without_spills_and_products_of_wide_segments_overlap() -> None:
-    environment = os.environ | {
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, GPUS["sm_90"].target],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said[-3000:]
+    said = check_on_hopper(COMPILE, GPUS["sm_90"].target, kernels=10)  # two a call
     assert said.count("CASE") == 5
-    # Two kernels a call.
-    assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)) == {("0", "0")}
-    assert len(re.findall(r"Used (\d+) registers", said)) == 10
-    # ptxas says C7510 where it makes wgmma wait for each other.
-    assert "C7510" not in said
-    assert "serialized" not in said
