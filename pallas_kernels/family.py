@@ -75,8 +75,7 @@ class Family(NamedTuple):
     attend(call, scores) runs the plan of a call: the caller's query [B, T, N, H] in; out [B, T, N, V], and the row
     maximum of the scores, scaled and capped, and the row sum of their exponentials, float32 [B, T, N], in the caller's
     order. In place of the maximum may be what the exponentials are relative to, up to 7 less. A row of no request, or
-    that sees no token, has out 0, maximum -inf and sum 0. All of it is NaN where the
-    plan does not hold.
+    that sees no token, has out 0, maximum -inf and sum 0. All of it is NaN where the plan does not hold.
     """
 
     name: str

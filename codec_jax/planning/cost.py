@@ -332,13 +332,8 @@ class Estimate(NamedTuple):
         """Cost of a segment, narrow or wide, beyond blocks that cost what one of many does: the first take longer."""
         model, wide = self.model, np.asarray([False, True])
         shortest = model.tokens[0]
-        first, later = (
-            self._waiting(wide, *times)
-            for times in (
-                (model.kv_us(wide, shortest, cached=cached) for cached in (False, True)),
-                model.token_us.T * shortest,
-            )
-        )
+        first = self._waiting(wide, *(model.kv_us(wide, shortest, cached=cached) for cached in (False, True)))
+        later = self._waiting(wide, *model.token_us.T * shortest)
         return self.segment_us(wide) + np.maximum(first - later, 0.0)
 
     def segments(

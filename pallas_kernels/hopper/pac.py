@@ -74,14 +74,14 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         # One token for each thread of the warpgroup that prepares the mask.
         inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, sizes.value_head_dim)
-    scratch = _scratch(sizes)
+    scratch, of_warpgroups = _scratch(sizes), _roles(is_one_byte)
 
     def body(*refs: Any) -> None:
         named = SimpleNamespace(**dict(zip([*inputs, *outputs, *scratch], refs, strict=True)))
         named.query_buffers = tensor_core.query_views(named.query_buffers)
         if sizes.is_padded:
             named.key_ring, named.value_ring = map(tensor_core.ring_views, (named.key_ring, named.value_ring))
-        roles.take(_roles(is_one_byte), lambda: pipeline_of(named, sizes))
+        roles.take(of_warpgroups, lambda: pipeline_of(named, sizes))
 
     kernel = plgpu.kernel(
         body,
@@ -89,7 +89,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         scratch_types=list(scratch.values()),
         grid=(plan.cta_begin.shape[0],),
         grid_names=("cta",),
-        num_threads=LANES + 2,
+        num_threads=sum(role.warpgroups for role in of_warpgroups),
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )

@@ -11,9 +11,10 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import pac_wide, tensor_core
-from pallas_kernels.hopper.pac_mask import all_rows, broadcast_rows, mask_scores, over_rows
+from pallas_kernels.hopper.pac_mask import mask_scores
 from pallas_kernels.hopper.pac_pipeline import LANES, LaneWork, Pipeline
 from pallas_kernels.hopper.pac_softmax import Scores, State, add_block, capped, init_state, row_sum
+from pallas_kernels.hopper.row_registers import all_rows, broadcast_rows, over_rows
 from pallas_kernels.plan_format import Segment
 
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper.pac_pipeline import UNIFORM_READERS, LaneWork, Pipeline
+from pallas_kernels.hopper.row_registers import all_rows, broadcast_rows, over_rows
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, unpack_readers
 
@@ -66,22 +67,7 @@ def _first_row(pipeline: Pipeline, lane: LaneWork) -> jax.Array:
     return lane.tile * pipeline.sizes.packing.tile_rows
 
 
-def all_rows() -> jax.Array:
-    """Return [64] of True, whose operations the compiler leaves out."""
-    return plgpu.layout_cast(jnp.full((TILE_ROWS,), True), plgpu.Layout.WGMMA.reduce(1))
-
-
 def clear_other_rows(visible: jax.Array, weights: jax.Array) -> jax.Array:
     """Clear the rows that do not see the block, even of NaN; bit by bit, since that takes two weights at once."""
     bits = broadcast_rows(jnp.where(visible, jnp.int16(-1), jnp.int16(0)), weights.shape[1])  # [64, block]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(weights, jnp.int16) & bits, weights.dtype)
-
-
-def over_rows(columns: jax.Array) -> jax.Array:
-    """Repeat a value of each column, [block], in every row."""
-    return lax.broadcast_in_dim(columns, (TILE_ROWS, columns.shape[0]), [1])
-
-
-def broadcast_rows(rows: jax.Array, width: int) -> jax.Array:
-    """Repeat a value of each row along the columns."""
-    return lax.broadcast_in_dim(rows, (TILE_ROWS, width), [0])

@@ -15,13 +15,13 @@ import operator
 from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import tensor_core
-from pallas_kernels.hopper.pac_mask import broadcast_rows, clear_other_rows, over_rows
+from pallas_kernels.hopper.pac_mask import clear_other_rows
 from pallas_kernels.hopper.pac_pipeline import Sizes
+from pallas_kernels.hopper.row_registers import broadcast_rows, filled, over_rows
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
 
@@ -83,12 +83,6 @@ def add_block(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -
 def row_sum(state: State) -> jax.Array:
     """Return the sum of a row's weights, [64]."""
     return state.sums if state.sums.ndim == 1 else state.sums.sum(axis=1)
-
-
-def filled(value: float, *shape: int) -> jax.Array:
-    """Return registers of one value, [64] or [64, columns]."""
-    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _add_exactly(sizes: Sizes, state: State, scores: Scores) -> tuple[jax.Array, State]:

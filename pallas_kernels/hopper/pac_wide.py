@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import pac_softmax, tensor_core
-from pallas_kernels.hopper.pac_mask import all_rows
 from pallas_kernels.hopper.pac_pipeline import LaneWork, Pipeline, Sizes
 from pallas_kernels.hopper.pac_softmax import Scores, State
+from pallas_kernels.hopper.row_registers import all_rows, filled
 from pallas_kernels.packing import TILE_ROWS
 
 
@@ -45,7 +45,7 @@ def add_blocks(pipeline: Pipeline, lane: LaneWork, count: jax.Array) -> State:
         return products
 
     def no_products(_: None) -> jax.Array:
-        return pac_softmax.filled(0, TILE_ROWS, sizes.block)
+        return filled(0, TILE_ROWS, sizes.block)
 
     def step(j: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state, products = carry

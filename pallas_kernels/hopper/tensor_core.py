@@ -12,6 +12,7 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from pallas_kernels.compat import load, store, transposed
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, EIGHTS, PaddedRing, Pipeline, Query, Sizes, tiles_of
+from pallas_kernels.hopper.row_registers import filled
 from pallas_kernels.hopper.terms import in_terms
 from pallas_kernels.packing import TILE_ROWS, Packing
 
@@ -128,13 +129,13 @@ def multiply_both(
     pipeline: Pipeline, accs: list[jax.Array], weights: Any, values: Any, buffer: jax.Array, keys: Any
 ) -> tuple[list[jax.Array], jax.Array]:
     """Do what `multiply_values` does with a block, and `multiply_keys` with another, and wait once for all products."""
-    products = plgpu.layout_cast(jnp.full((TILE_ROWS, pipeline.sizes.block), 0, jnp.float32), plgpu.Layout.WGMMA)
 
     def both(refs: list[Any]) -> None:
         *acc_refs, products_ref = refs
         _issue_values(pipeline, acc_refs, weights, values)
         _issue_keys(pipeline, products_ref, buffer, keys)
 
+    products = filled(0, TILE_ROWS, pipeline.sizes.block)
     *accs, products = pl.run_state(both)([plgpu.ACC.init(acc) for acc in (*accs, products)])
     return accs, products
 
