@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.planning.published_rates import Rates, published_rates
+from pallas_kernels.packing import TILE_ROWS
 
 _FORMAT = "codec_jax cost model 2"
 _MEASURE_AGAIN = "measure again with `python -m codec_jax.profile`"
@@ -210,6 +211,7 @@ class CostModel:
         num_ctas: int = 132,
         bytes_per_us: float = 4.5e6,
         flops_per_us: float = 650e6,
+        values_in_keys: bool = False,
     ) -> CostModel:
         """Return what bandwidth and arithmetic alone would cost, by default those of an H200 with two-byte K and V.
 
@@ -221,15 +223,17 @@ class CostModel:
           num_ctas: thread blocks that share the bandwidth and the arithmetic.
           bytes_per_us: bandwidth of the memory.
           flops_per_us: arithmetic.
+          values_in_keys: whether values are numbers of the keys, as of latents, and are read with them.
 
         >>> from codec_jax.planning.cost import HeadLayout
         >>> model = CostModel.roofline(HeadLayout(8, 2, 64, 16), device="another GPU", bytes_per_us=2e6)
         >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
         >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64, cost_model=model)
         """
-        rows, tokens = (64, 128), (128, 32768)
+        rows, tokens = (TILE_ROWS, 2 * TILE_ROWS), (128, 32768)
         cached = [[4.0 * r * n * layout.head_dim * num_ctas / flops_per_us for n in tokens] for r in rows]
-        read = [4.0 * n * layout.head_dim * num_ctas / bytes_per_us for n in tokens]
+        moved = layout.head_dim * num_ctas / bytes_per_us  # a byte for each number of a head, in all thread blocks
+        read = [(2.0 if values_in_keys else 4.0) * n * moved for n in tokens]
         return cls(
             device=device,
             **layout._asdict(),
@@ -239,14 +243,14 @@ class CostModel:
             memory_us=tuple(tuple(map(max, row, read)) for row in cached),
             cached_us=_frozen(cached),
             masked=1.2,
-            segment_us=2.0,
-            merge_us=1.0,
+            segment_us=3.0 + 2.0 * TILE_ROWS * moved,  # a few trips to memory, and the query of a tile
+            merge_us=5.0 * TILE_ROWS * moved,  # four bytes a number, and writing is slower than reading
             launch_us=5.0,
-            stream_us=0.03,
+            stream_us=8.0 * TILE_ROWS * moved / num_ctas,  # a partial is read, and others wait for it
         )
 
     @classmethod
-    def default(cls, layout: HeadLayout) -> CostModel:
+    def default(cls, layout: HeadLayout, *, values_in_keys: bool = False) -> CostModel:
         """Return the model for the default device: measured by the user, shipped, or else a roofline.
 
         The roofline is of the GPU's published rates, or else of an H200. Where a GPU has no table, a warning says so,
@@ -254,6 +258,7 @@ class CostModel:
 
         Args:
           layout: as in `roofline`.
+          values_in_keys: as in `roofline`.
 
         >>> from codec_jax.planning.cost import HeadLayout
         >>> CostModel.default(HeadLayout(8, 2, 64, 16)).head_dim
@@ -261,7 +266,8 @@ class CostModel:
         """
         device = jax.devices()[0]
         if device.platform != "gpu":
-            return _roofline(layout, 128)  # costs only shape a plan: as on a GPU, however small the heads are
+            # Costs only shape a plan: as on a GPU, however small the heads are.
+            return _roofline(layout, 128, values_in_keys)
         for folder in (user_folder(), _SHIPPED):
             if model := _found(folder, device.device_kind, layout):
                 return model
@@ -271,7 +277,8 @@ class CostModel:
             "balanced by a roofline; `python -m codec_jax.profile` measures them",
             stacklevel=1,
         )
-        return _roofline(layout, layout.head_dim, published_rates(device.device_kind), device.core_count)
+        rates = published_rates(device.device_kind)
+        return _roofline(layout, layout.head_dim, values_in_keys, rates, device.core_count)
 
     @classmethod
     def shipped(cls, device: str, layout: HeadLayout) -> CostModel | None:
@@ -378,9 +385,12 @@ def _loaded(path: str, mtime_ns: int, size: int) -> CostModel:
 
 
 @functools.lru_cache(maxsize=16)
-def _roofline(layout: HeadLayout, head_dim: int, rates: Rates | None = None, num_ctas: int = 0) -> CostModel:
+def _roofline(
+    layout: HeadLayout, head_dim: int, values_in_keys: bool, rates: Rates | None = None, num_ctas: int = 0
+) -> CostModel:
     known = {} if rates is None else {"num_ctas": num_ctas, **rates._asdict()}
-    return replace(CostModel.roofline(layout._replace(head_dim=head_dim), **known), head_dim=layout.head_dim)
+    model = CostModel.roofline(layout._replace(head_dim=head_dim), values_in_keys=values_in_keys, **known)
+    return replace(model, head_dim=layout.head_dim)
 
 
 def _frozen(value: Any) -> Any:

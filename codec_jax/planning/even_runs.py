@@ -154,8 +154,10 @@ def _runs_alone(
     runs = body[large] / room
     filled = np.floor(runs + 1e-6)
     up = runs - filled > np.asarray(_ROUNDED_UP)[:, None, None]  # [ways, loads, large]
-    even = up | (body[large] - filled * room < costs.unit[large, 0] / 2)  # nothing, or no block, is left
-    left = np.where(even, 0.0, body[large] - filled * room)
+    # What is left is cut at whole blocks. Of many streams alike a part of one in each is as much as a stream.
+    unit = costs.unit[large, 0]
+    left = np.where(up, 0.0, np.rint((body[large] - filled * room) / unit) * unit)
+    even = left <= 0
     shared = np.where(left > 0, left + opening[large], 0.0).sum(-1)  # [ways, loads]
     shared += (body + opening).sum() - (body + opening)[large].sum()
     shared += opening.max() * np.floor(shared / loads)  # a cut opens one more segment
@@ -214,9 +216,14 @@ def _fill_runs(
     if not len(item):
         return Slices.none()
     fullest = np.argsort(-given, kind="stable")
+    cuts, load = _even_cuts(left.tolist(), opening.tolist(), given[fullest].tolist())
+    if len(item) <= len(given):
+        longest, emptiest = np.argsort(-(left + opening), kind="stable"), fullest[::-1][: len(item)]
+        # A cut must save more than the segment that it opens.
+        if (given[emptiest] + (left + opening)[longest]).max() <= load + opening.max():
+            return Slices(emptiest, item[longest], np.zeros(len(item)), left[longest])
     last = np.cumsum(left + opening)
     first = np.concatenate([[0.0], last[:-1]])
-    cuts = np.asarray(_even_cuts(left.tolist(), opening.tolist(), given[fullest].tolist()))
     bounds = np.sort(np.concatenate([first, cuts, last[-1:]]))
     bounds = bounds[np.append(True, bounds[1:] > bounds[:-1])]
     begin, end = bounds[:-1], bounds[1:]
@@ -228,11 +235,12 @@ def _fill_runs(
     return Slices(run, item[nth], np.maximum(begin - origin, 0.0), past)
 
 
-def _even_cuts(left: list[float], opening: list[float], given: list[float]) -> list[float]:
+def _even_cuts(left: list[float], opening: list[float], given: list[float]) -> tuple[list[float], float]:
     """Cut items, end to end, such that the busiest of the runs that get the parts has about as little as possible.
 
     Each item takes its opening and what is left of it; where it is cut, what follows opens another segment. Runs have
-    something to do already, the first ones most. There may be fewer parts than runs.
+    something to do already, the first ones most. There may be fewer parts than runs. Returns where to cut, and what
+    the busiest has then.
     """
     total = sum(left) + sum(opening) + sum(given)
     low = max(total / len(given), given[0], given[-1] + max(opening))
@@ -245,7 +253,7 @@ def _even_cuts(left: list[float], opening: list[float], given: list[float]) -> l
             high, cuts = load, tried
         else:
             low = load
-    return cuts
+    return cuts, high
 
 
 def _cuts_of_load(left: list[float], opening: list[float], given: list[float], load: float) -> list[float]:

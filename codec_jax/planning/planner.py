@@ -39,7 +39,7 @@ from codec_jax.planning.streams import (
     list_runs,
     list_streams,
 )
-from codec_jax.planning.tiling import default_tiling
+from codec_jax.planning.tiling import default_tiling, values_in_keys
 from codec_jax.planning.work import Schedule, Work
 from pallas_kernels.heads import Heads, Window
 from pallas_kernels.plan_format import PlanArrays, PlanGuard, Segment
@@ -153,7 +153,7 @@ def make_plan(
     grid = _grid(forest, heads, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
     wide_tokens = MIN_WIDE_TOKENS if min_wide_tokens is None else checks.integer("min_wide_tokens", min_wide_tokens)
     layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)
-    model = CostModel.default(layout) if cost_model is None else cost_model
+    model = CostModel.default(layout, values_in_keys=values_in_keys(heads)) if cost_model is None else cost_model
     checks.instance("cost_model", model, CostModel)
     model.check_layout(layout)
 

@@ -1,19 +1,33 @@
 """How plans cut the work where the caller does not say: as the kernels of the device want it, or any device's XLA."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
 
 from pallas_kernels import FAMILIES, Heads, Tiling
+from pallas_kernels.family import Family
 
 
 def default_tiling(heads: Heads) -> Tiling:
     """Return the tiling of the best family of kernels that serves the default device, or else that of the XLA path."""
     device = jax.devices()[0]
-    # Values that are shorter than keys may have pages of their own, or be the keys' first numbers; plans do not say.
-    either = [heads, *[replace(heads, values_in_keys=True)] * (heads.value_head_dim < heads.head_dim)]
-    found = (family.tiling(each, device) for each in either for family in FAMILIES if not family.why_not(each, device))
+    found = (family.tiling(served, device) for family, served in _serving(heads, device))
     return next(found, any_device(heads, device))
+
+
+def values_in_keys(heads: Heads) -> bool:
+    """Say whether the kernels of the default device take the values of such heads to be the keys' first numbers."""
+    return next((served.values_in_keys for _, served in _serving(heads, jax.devices()[0])), False)
+
+
+def _serving(heads: Heads, device: jax.Device) -> Iterator[tuple[Family, Heads]]:
+    """Yield the families that serve a device, the best one first, and the heads as they take them.
+
+    Values that are shorter than keys may have pages of their own, or be the keys' first numbers; plans do not say.
+    """
+    for each in (heads, *[replace(heads, values_in_keys=True)] * (heads.value_head_dim < heads.head_dim)):
+        yield from ((family, each) for family in FAMILIES if not family.why_not(each, device))
 
 
 def any_device(heads: Heads, device: jax.Device) -> Tiling:

@@ -132,6 +132,26 @@ def test_a_roofline_is_bound_by_memory_in_narrow_segments_and_by_arithmetic_in_c
     assert model.kv_us(True, 1000, cached=True) == pytest.approx(128 * 512 * 1000 / 6e6)
 
 
+def test_latents_are_read_once_for_keys_and_values():
+    latents, both = (CostModel.roofline(HeadLayout(128, 1, 576, 64), values_in_keys=x) for x in (True, False))
+    rows = 128 * 4 * 576 * 132 / 650e6 * 1000
+    for wide, tiles in ((False, 1), (True, 2)):
+        least = rows * tiles / 2
+        assert latents.kv_us(wide, 1000, cached=False) == pytest.approx(max(1000 * 2 * 576 * 132 / 4.5e6, least))
+        assert both.kv_us(wide, 1000, cached=False) == pytest.approx(max(1000 * 4 * 576 * 132 / 4.5e6, least))
+        assert latents.kv_us(wide, 1000, cached=True) == both.kv_us(wide, 1000, cached=True)
+
+
+def test_a_plan_of_latents_on_a_gpu_with_kernels_for_them_counts_them_once(gpu):
+    layout = HeadLayout(64, 1, 576, 16)
+    with pytest.warns(UserWarning, match="no measured costs"):
+        plan = make_plan(FOREST, num_q_heads=64, num_kv_heads=1, head_dim=576, value_head_dim=512)
+    assert plan.cost_model == CostModel.roofline(layout, values_in_keys=True)
+    with pytest.warns(UserWarning, match="no measured costs"):
+        plan = make_plan(FOREST, num_q_heads=64, num_kv_heads=64, head_dim=192, value_head_dim=128)
+    assert plan.cost_model == CostModel.roofline(HeadLayout(64, 64, 192, 16))
+
+
 # ---------------------------------------------------------------------- the default
 
 

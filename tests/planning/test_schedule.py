@@ -193,7 +193,7 @@ def costs_of_runs(left: list[float], opening: list[float], base: list[float], cu
 def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretches, base):
     left, opening = map(list, zip(*stretches, strict=True))
     base = sorted(base, reverse=True)
-    cuts = even_runs._even_cuts(left, opening, base)
+    cuts, load = even_runs._even_cuts(left, opening, base)
     assert len(cuts) < len(base)
     assert cuts == sorted(cuts)
     runs = costs_of_runs(left, opening, base, cuts)
@@ -202,6 +202,7 @@ def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretc
     mean = (sum(left) + sum(opening) + sum(base)) / len(base)
     most = max(mean, base[0], base[-1] + max(opening)) + 2 * max(opening)
     assert max(runs) <= most + 1e-6
+    assert max(runs) <= load + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,8 @@ def test_runs_that_several_stretches_share_cost_little_more_than_the_mean(stretc
 def test_where_the_least_load_is_known_runs_come_close_to_it(left, num_runs, most):
     opening = [4.0] * len(left)
     base = [0.0] * num_runs
-    runs = costs_of_runs(left, opening, base, even_runs._even_cuts(left, opening, base))
+    cuts, _ = even_runs._even_cuts(left, opening, base)
+    runs = costs_of_runs(left, opening, base, cuts)
     assert max(runs) == pytest.approx(most, rel=0.01)
 
 
@@ -246,6 +248,24 @@ def test_streams_that_nearly_fill_their_last_run_have_it_to_themselves():
     # A stream that fills a third of a run more shares it.
     shared = Work(wide=[1000] * 3, narrow=[], masked=0, num_kv_heads=1, num_ctas=10).cut()
     assert np.diff(shared.cta_ptr).max() == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "blocks"), [(128, 172), (64, 172), (128, 175), (64, 112), (131, 346), (128, 115), (120, 25), (40, 64)]
+)
+def test_a_few_blocks_of_many_streams_alike_are_not_put_together_where_whole_streams_take_less(count, blocks):
+    # A segment for every stream is what the last few of 132 runs would have.
+    work = Work(wide=[], narrow=[blocks] * count, masked=0, num_kv_heads=1, num_ctas=132)
+    whole = work._replace(num_ctas=132 // count * count)
+    assert loads(work, work.cut()).max() <= loads(whole, whole.cut()).max() * 1.001
+
+
+def test_a_stream_for_each_run_is_cut_only_if_that_saves_more_than_a_segment():
+    # 8 more rounds of blocks than 128 runs have, or 300: a segment costs 4 us, a block 2.
+    few, many = (Work([], [blocks] * 256, masked=0, num_kv_heads=1, num_ctas=132) for blocks in (40, 4000))
+    assert np.diff(few.cut().cta_ptr).max() == 2
+    assert loads(few, few.cut()).max() == pytest.approx(2 * (40 * 2 + 4), rel=0.1)
+    assert loads(many, many.cut()).max() < 0.98 * loads(many, many._replace(num_ctas=128).cut()).max()
 
 
 def test_the_papers_division_keeps_all_thread_blocks_busy():
