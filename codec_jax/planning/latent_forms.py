@@ -26,6 +26,8 @@ from pallas_kernels.packing import TILE_ROWS
 
 #: Of an H200, for devices whose rates are not published.
 _RATES = Rates(4.5e6, 650e6)
+#: What it takes a call to attend to K and V beside latents: two more kernels, and partials of both to be merged.
+_BESIDE_US = 20.0
 
 
 def choose_reconstructed(
@@ -43,7 +45,8 @@ def choose_reconstructed(
 ) -> PageSubset:
     """Choose the pages whose K and V are worth having: of nodes with many readers, those that save the most first.
 
-    A node is chosen whole, and none that grows. Rates are those published for the default device.
+    A node is chosen whole, and none that grows; none at all if together they do not save what it costs a call to have
+    two forms. Rates are those published for the default device.
 
     Args:
       forest: a forest with NumPy arrays.
@@ -97,10 +100,12 @@ class Forms(NamedTuple):
     def worth_reconstructing(self, forest: Forest) -> list[Int[np.ndarray, " pages"]]:
         """Return the pages of each node whose K and V are worth having, of the one that saves the most first.
 
-        None of these nodes grows.
+        None of these nodes grows. There are none where all of them together do not save what a second form costs.
         """
         saved = self.saved_us(forest.readers)
         saved[growing_leaves(forest)] = 0.0
+        if saved.clip(min=0.0) @ forest.length <= _BESIDE_US:
+            return []
         order = np.argsort(-saved, kind="stable")
         pages = [forest.pages_of(node) for node in order[saved[order] > 0].tolist()]
         return [of_node[of_node != GONE] for of_node in pages]
