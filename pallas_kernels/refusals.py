@@ -38,11 +38,14 @@ def of_scores(scores: Scores | None) -> str | None:
 
 def of_plan(plan: PlanArrays | None, wanted: Tiling, way_out: str = "") -> str | None:
     """Say why not, for a plan that is cut otherwise."""
-    if plan is None or ((plan.tile_rows, plan.lanes) == wanted[1:3] and plan.block_tokens in wanted.block_tokens):
+    lanes = range(wanted.sums, wanted.lanes + 1)
+    if plan is None or (
+        plan.tile_rows == wanted.tile_rows and plan.lanes in lanes and plan.block_tokens in wanted.block_tokens
+    ):
         return None
+    several = " or ".join(map(str, lanes)) + " lane" + "s" * (wanted.lanes > 1)
     tokens = " or ".join(map(str, sorted(set(wanted.block_tokens))))
     return (
-        f"it takes plans of {wanted.tile_rows} rows a tile, {wanted.lanes} lane{'s' * (wanted.lanes > 1)} and blocks "
-        f"of {tokens} tokens{way_out}, got {plan.tile_rows} rows, {plan.lanes} lanes and blocks of {plan.block_tokens} "
-        "tokens"
+        f"it takes plans of {wanted.tile_rows} rows a tile, {several} and blocks of {tokens} tokens{way_out}, "
+        f"got {plan.tile_rows} rows, {plan.lanes} lanes and blocks of {plan.block_tokens} tokens"
     )

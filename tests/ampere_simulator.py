@@ -16,8 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from simulator import any_above
 
-from pallas_kernels import by_thread
+from pallas_kernels import by_thread, by_warp
 from pallas_kernels.ampere import instructions, pac, pac_compute, pac_load, products
 from pallas_kernels.ampere.pac_load import Ahead
 from pallas_kernels.ampere.pac_work import Work
@@ -29,9 +30,10 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     monkeypatch.setattr(by_thread, "gather", gather)
+    monkeypatch.setattr(by_warp, "any_above", any_above)
     for function in (keep, copy_rows, wait_for_threads, store_rows):
         monkeypatch.setattr(instructions, function.__name__, function)
-    for function in (warp, has_rows, has_readers, multiply_keys, multiply_values):
+    for function in (warp, has_rows, seen, multiply_keys, as_operands, multiply_values):
         monkeypatch.setattr(products, function.__name__, function)
     monkeypatch.setattr(instructions, "commit_copies", lambda: None)
     monkeypatch.setattr(instructions, "wait_for_copies", lambda in_flight: None)
@@ -76,10 +78,11 @@ def keep(ref: Any, numbers: jax.Array) -> None:
     ref[...] = numbers[: ref.shape[0]]
 
 
-def copy_rows(source: Any, rows: Any, target: Any) -> None:
+def copy_rows(rows: Any, *copies: tuple[Any, Any]) -> None:
     """Copy rows at once, and zeros past their ends; those that do not exist become NaN."""
-    copied = source[...].at[rows[...][: target.shape[0]]].get(mode="fill", fill_value=jnp.nan)
-    target[...] = jnp.pad(copied, ((0, 0), (0, target.shape[1] - copied.shape[1])))
+    for source, target in copies:
+        copied = source[...].at[rows[...][: target.shape[0]]].get(mode="fill", fill_value=jnp.nan)
+        target[...] = jnp.pad(copied, ((0, 0), (0, target.shape[1] - copied.shape[1])))
 
 
 def wait_for_threads() -> None:
@@ -97,21 +100,29 @@ def has_rows(rows: Any, warp: jax.Array) -> jax.Array:
     return jnp.int32(1)
 
 
-def has_readers(readers: Any, tokens: int, warp: jax.Array) -> jax.Array:
+def seen(readers: Any, tokens: int, warp: jax.Array, first_row: int) -> jax.Array:
     """Leave nothing out."""
-    del tokens
-    return has_rows(readers, warp)
+    del warp, first_row
+    return 1 + jnp.all(readers[...][:tokens] == readers[0]).astype(jnp.int32)
 
 
-def multiply_keys(query: Any, keys: Any) -> jax.Array:
-    """Return the products of a tile of the query and a block of keys, [64, block]."""
-    return _multiply(query[...], keys[...].T)
+def multiply_keys(queries: list[Any], keys: Any) -> list[jax.Array]:
+    """Return the products of tiles of the query and a block of keys, [64, block] each."""
+    return [_multiply(query[...], keys[...].T) for query in queries]
 
 
-def multiply_values(accs: list[jax.Array], weights: jax.Array, values: Any) -> list[jax.Array]:
-    """Add the products of weights [64, block] and a block of values to accumulators, [64, 64] each."""
-    added = _multiply(weights.astype(values.dtype), values[...])
-    return [acc + part for acc, part in zip(accs, jnp.split(added, len(accs), axis=1), strict=True)]
+def as_operands(weights: jax.Array, dtype: Any) -> list[jax.Array]:
+    """Round weights [64, block]."""
+    return [weights.astype(dtype)]
+
+
+def multiply_values(accs: list[list[jax.Array]], weights: list[list[jax.Array]], values: Any) -> list[list[jax.Array]]:
+    """Add the products of tiles' weights [64, block] and a block of values to their accumulators, [64, 64] each."""
+    added = [_multiply(of_tile, values[...]) for (of_tile,) in weights]
+    return [
+        [acc + part for acc, part in zip(of_tile, jnp.split(product, len(of_tile), axis=1), strict=True)]
+        for of_tile, product in zip(accs, added, strict=True)
+    ]
 
 
 def store_rows(target: Any, places: jax.Array, rows: jax.Array, layout: Any) -> None:

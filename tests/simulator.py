@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from pallas_kernels import by_thread
+from pallas_kernels import by_thread, by_warp
 from pallas_kernels.hopper import pac, tensor_core
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, PaddedRing, Pipeline, Query, Sizes, tiles_of
 from pallas_kernels.hopper.terms import TERM, in_terms
@@ -27,8 +27,9 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     monkeypatch.setattr(by_thread, "gather", gather)
+    monkeypatch.setattr(by_warp, "any_above", any_above)
     for function in (
-        query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms, any_above,
+        query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms,
         multiply_keys, multiply_values, multiply_both,
     ):  # fmt: skip
         monkeypatch.setattr(tensor_core, function.__name__, function)

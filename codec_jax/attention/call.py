@@ -112,9 +112,9 @@ def forest_attention(
         Hopper for plans that are cut as `AMPERE.tiling` says), "xla" (any device), or None for the fastest of them that
         this device and these shapes allow; where that is "xla" on a GPU, a warning says why.
       return_residuals: also return the row maximum of the scores, scaled and capped, and the row sum of exp(score -
-        maximum), float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`). "mosaic" may
-        return in the maximum's place a number that is up to 7 less, and the sum to it. Sinks are in both, so partials
-        that are merged later must not add them again.
+        maximum), float32 [B, T, N], so that further partials can be merged (`codec_jax.partial.por`). "mosaic" and
+        "ampere" may return in the maximum's place a number that is up to 7 less, and the sum to it. Sinks are in both,
+        so partials that are merged later must not add them again.
       mesh: the devices that query and pages are divided among: along an axis "tensor" by their heads, and along an axis
         "context" the pages, of which each device has an equal run (`PagePool.create(devices=...)`). The output is
         divided by heads. Inside of `jax.shard_map` there is no need for it: everything is one device's there, and a

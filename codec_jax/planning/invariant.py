@@ -4,7 +4,8 @@ How the result of a row is rounded depends on four things. Here each of them fol
 
     places  page q of a context stands in block q // P at place q % P, P pages to a block. Requests that have the same
             pages there share the block; others have blocks of their own
-    lanes   blocks come in the order of their numbers; of two lanes, one takes the even and one the odd ones
+    lanes   blocks come in the order of their numbers; of two lanes, one takes the even and one the odd ones. Kernels
+            that do not divide narrow segments take plans of one lane (`Tiling.sums`)
     cuts    partials end at the same tokens of every context (`parts_of`), wherever the load would want them to
     merges  POR takes a row's partials in their order
 

@@ -86,7 +86,8 @@ def make_plan(
       tile_rows: query rows of a tile; defaults to what suits the device.
       block_tokens: KV tokens of a block: whole pages, or parts of pages that do not divide it. Defaults to what suits
         the device and the amount of work, so that a forest that grows much may get other blocks, once.
-      lanes: row tiles that may share a segment, 1 or 2; defaults to what suits the device.
+      lanes: row tiles that may share a segment, 1 or 2; defaults to what suits the device. With the policy
+        "invariant" no tiles do, and it is how many sums a row has in a segment, whose blocks go to them in turn.
       min_wide_tokens: KV tokens that two tiles must both read to share segments for them.
       block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; defaults to room for what
         the forest has capacities for. A plan that needs more is padded to the next bucket.
@@ -144,7 +145,9 @@ def make_plan(
                 "policy: expected another one for pages on several devices or in a subset, got 'invariant': which of "
                 "them a request's pages are on depends on the others"
             )
-        block_tokens = default_tiling(heads).block_tokens[-1] if block_tokens is None else block_tokens
+        tiling = default_tiling(heads)
+        block_tokens = tiling.block_tokens[-1] if block_tokens is None else block_tokens
+        lanes = tiling.sums if lanes is None else lanes
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     chosen = {name: x for name, x in given.items() if x is not None}
     hidden = forest.hidden_by(window, query_tokens)

@@ -5,6 +5,7 @@ one program. A thread copies 16 bytes at a time from the row that it is told, to
 rows and 64 columns, in which the 16-byte chunks of row r are exchanged by the bits of r (the 128-byte swizzle).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,44 +44,54 @@ def keep(ref: Any, numbers: jax.Array) -> None:
     store(ref, numbers)
 
 
-def copy_rows(source: Any, rows: Any, target: Any) -> None:
+def copy_rows(rows: Any, *copies: tuple[Any, Any]) -> None:
     """Begin to copy rows from global to shared memory.
 
     Args:
-      source: [n, H], of numbers of 2 bytes, H a multiple of 8.
-      rows: int32 [S or more] in shared memory, the rows of `source`.
-      target: [S, H or more], in `TILED` shared memory; columns past H become 0.
+      rows: int32 [S or more] in shared memory, the rows of each source.
+      copies: sources [n, H], of numbers of 2 bytes, H a multiple of 8, and their targets [S, H or more], in `TILED`
+        shared memory; columns past H become 0.
     """
-    head_dim, (count, columns) = source.shape[1], target.shape
-    chunks, copied = columns // _CHUNK, count * columns
 
     # One operation for all copies of a thread: the time to find layouts grows with the number of operations.
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(TILED)))
-    def copy(_: Any, source: Any, rows: Any, target: Any) -> None:
-        element, long = ir.MemRefType(source.type).element_type, ir.IntegerType.get_signless(64)
-        from_, rows_, to = global_memory(source), mgpu.utils.memref_ptr(rows), mgpu.utils.memref_ptr(target)
-        thread = by_thread(mgpu.utils.thread_idx(), is_signed=False)
-        row_of_thread, chunk = thread // chunks, thread % chunks
-        column, size = arith.extui(long, only(chunk * _CHUNK)), None
-        if head_dim < columns:
-            word = ir.IntegerType.get_signless(32)
-            exists = arith.cmpi(arith.CmpIPredicate.ult, only(chunk), mgpu.c(head_dim // _CHUNK, word))
-            column = arith.select(exists, column, mgpu.c(0, long))
-            size = arith.select(exists, mgpu.c(2 * _CHUNK, word), mgpu.c(0, word))  # the rest is filled with 0
-        for begin in range(0, copied // _CHUNK, THREADS):
-            row = row_of_thread + begin // chunks
-            number = llvm.load(ir.IntegerType.get_signless(32), at_index(rows_, [only(row)], row.mlir_dtype))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(plgpu.RefType(), plgpu.RefType(TILED)) * len(copies)))
+    def copy(_: Any, rows: Any, *refs: Any) -> None:
+        # All row numbers are asked for before the first copy, as the compiler moves no load ahead of one.
+        pairs = zip(refs[::2], refs[1::2], copies, strict=True)
+        for begin in [_loaded(source, rows, to, target.shape) for source, to, (_, target) in pairs]:
+            begin()
+
+    copy(rows, *(ref for pair in copies for ref in pair))
+
+
+def _loaded(source: Any, rows: Any, target: Any, shape: tuple[int, int]) -> Callable[[], None]:
+    """Load what a thread needs to copy its part of rows; return what begins to."""
+    word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    element, (_, head_dim), (count, columns) = source.type.element_type, source.type.shape, shape
+    chunks = columns // _CHUNK
+    from_, rows_, to = global_memory(source), mgpu.utils.memref_ptr(rows), mgpu.utils.memref_ptr(target)
+    thread = by_thread(mgpu.utils.thread_idx(), is_signed=False)
+    row_of_thread, chunk = thread // chunks, thread % chunks
+    column, size = arith.extui(long, only(chunk * _CHUNK)), None
+    if head_dim < columns:
+        exists = arith.cmpi(arith.CmpIPredicate.ult, only(chunk), mgpu.c(head_dim // _CHUNK, word))
+        column = arith.select(exists, column, mgpu.c(0, long))
+        size = arith.select(exists, mgpu.c(2 * _CHUNK, word), mgpu.c(0, word))  # the rest is filled with 0
+    own = [row_of_thread + begin // chunks for begin in range(0, count * columns // _CHUNK, THREADS)]
+    numbers = [llvm.load(word, at_index(rows_, [only(row)], row.mlir_dtype)) for row in own]
+
+    def begin() -> None:
+        for row, number in zip(own, numbers, strict=True):
             first = arith.muli(arith.extui(long, number), mgpu.c(head_dim, long))
-            place = only(place_of_chunk(row, chunk, columns))
             nvvm.cp_async_shared_global(
-                at_index(to, [place], element),
+                at_index(to, [only(place_of_chunk(row, chunk, columns))], element),
                 at_index(from_, [arith.addi(first, column)], element),
                 2 * _CHUNK,
                 nvvm.LoadCacheModifierKind.CG,
                 cp_size=size,
             )
 
-    copy(source, rows, target)
+    return begin
 
 
 def commit_copies() -> None:

@@ -1,14 +1,14 @@
 """PAC on GPUs since Ampere: thread blocks of four warps work off their segments of KV blocks.
 
-    cp.async       blocks i+1 ... ──► K ring, V ring ─┐     query rows of the tile ──► Q tile
+    cp.async       blocks i+1 ... ──► K ring, V ring ─┐     query rows of one tile or two ──► Q tiles
     by thread      masks of block i+1 ──► shared      │
     4 warps        block i:  S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
 
-A warp has 16 of the 64 rows of a tile, and the whole softmax of theirs, so that warps wait for each other only where
-blocks come and go: once a block, when it has arrived and all are done with the one before, whose place the next copy
-takes. A warp none of whose rows sees a block leaves it out. All threads copy, 16 bytes at a time, from the page that
-each looks up. Copies run on across segments. All softmax state is float32 in units of log2, since exp2 is what the
-hardware computes. The paper's PAC is in section 4 (doi 10.1145/3802028).
+A warp has 16 of the 64 rows of a tile, or of each tile of a wide segment, and the whole softmax of theirs, so that
+warps wait for each other only where blocks come and go: once a block, when it has arrived and all are done with the one
+before, whose place the next copy takes. A warp none of whose rows sees a block leaves it out. All threads copy, 16
+bytes at a time, from the page that each looks up. Copies run on across segments. All softmax state is float32 in units
+of log2, since exp2 is what the hardware computes. The paper's PAC is in section 4 (doi 10.1145/3802028).
 """
 
 from types import SimpleNamespace
@@ -52,6 +52,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         num_q_heads=query.shape[2],
         num_kv_heads=plan.heads.num_kv_heads,
         num_blocks=plan.block_pages.shape[0],
+        lanes=plan.lanes,
     )
     assert call.value_pages is not None  # or `why_not` would have said so
     inputs = {
@@ -95,7 +96,7 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
     """Describe shared memory."""
     blocks = sizes.stages, sizes.block
     return {
-        "query_tile": plgpu.SMEM((TILE_ROWS, sizes.key_columns), sizes.dtype, transforms=TILED),
+        "query_tiles": plgpu.SMEM((sizes.lanes, TILE_ROWS, sizes.key_columns), sizes.dtype, transforms=TILED),
         "key_ring": plgpu.SMEM((*blocks, sizes.key_columns), sizes.dtype, transforms=TILED),
         "value_ring": plgpu.SMEM((*blocks, sizes.value_columns), sizes.dtype, transforms=TILED),
         "numbers": plgpu.SMEM((Numbers.count(), max(sizes.block, TILE_ROWS)), jnp.int32),  # `Numbers`

@@ -1,4 +1,4 @@
-"""Copies of PAC: blocks of K and V ahead of the products, across segments, and the query rows of a tile."""
+"""Copies of PAC: blocks of K and V ahead of the products, across segments, and the query rows of tiles."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from jax import lax
 
 from pallas_kernels import by_thread
 from pallas_kernels.ampere import instructions
-from pallas_kernels.ampere.pac_work import Numbers, Work
-from pallas_kernels.plan_format import Page, Segment
+from pallas_kernels.ampere.pac_work import Numbers, Tile, Work
+from pallas_kernels.plan_format import Page
 
 
 class Ahead(NamedTuple):
@@ -52,8 +52,7 @@ def copy_block(work: Work, ahead: Ahead) -> Ahead:
     @pl.when(ahead.segment < work.last)
     def _copy() -> None:
         rows = work.numbers(Numbers.ROWS, ahead.number)
-        instructions.copy_rows(refs.keys, rows, refs.key_ring.at[stage])
-        instructions.copy_rows(refs.values, rows, refs.value_ring.at[stage])
+        instructions.copy_rows(rows, (refs.keys, refs.key_ring.at[stage]), (refs.values, refs.value_ring.at[stage]))
 
     # An empty group where there was nothing to copy: what is waited for is counted in groups.
     instructions.commit_copies()
@@ -76,20 +75,22 @@ def wait_for_block(work: Work, number: jax.Array) -> None:
     instructions.wait_for_copies(work.sizes.stages - 2)
 
 
-def copy_query(work: Work, segment: Segment) -> None:
-    """Copy the query rows of a tile from wherever their requests are, when nobody reads the last tile any more."""
+def copy_query(work: Work, head: jax.Array, tiles: list[Tile]) -> None:
+    """Copy the query rows of tiles from wherever their requests are, when nobody reads the last ones any more."""
     refs, sizes = work.refs, work.sizes
     packing = sizes.packing
     of_unit = jnp.int32(packing.rows_of_unit)
     row = work.thread()  # rows that are not in use repeat rows of the last unit
-    unit = segment.tile0 * packing.units + jnp.minimum(lax.div(row, of_unit), packing.units - 1)
-    request_row, token, part = packing.unit(unit, sizes.batch, sizes.query_tokens)
-    entry = by_thread.gather(refs.request_of_row, request_row) * sizes.query_tokens + token
-    q_head = segment.head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
-    rows = work.numbers(Numbers.QUERY_ROWS)
-    instructions.keep(rows, entry * sizes.num_q_heads + q_head)
+    rows = [work.numbers(Numbers.QUERY_ROWS, tile.place) for tile in tiles]
+    for tile, of_tile in zip(tiles, rows, strict=True):
+        unit = tile.number * packing.units + jnp.minimum(lax.div(row, of_unit), packing.units - 1)
+        request_row, token, part = packing.unit(unit, sizes.batch, sizes.query_tokens)
+        entry = by_thread.gather(refs.request_of_row, request_row) * sizes.query_tokens + token
+        q_head = head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
+        instructions.keep(of_tile, entry * sizes.num_q_heads + q_head)
     instructions.wait_for_threads()
-    instructions.copy_rows(refs.query, rows, refs.query_tile)
+    for tile, of_tile in zip(tiles, rows, strict=True):
+        instructions.copy_rows(of_tile, (refs.query, refs.query_tiles.at[tile.place]))
     instructions.commit_copies()
     instructions.wait_for_copies(0)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,17 +16,17 @@ from pallas_kernels.plan_format import Page, Segment
 
 
 class Numbers(IntEnum):
-    """Numbers that a thread block keeps in shared memory, one by each thread; of blocks, for two in a row."""
+    """Numbers that a thread block keeps in shared memory, one by each thread, for two blocks in a row or two tiles."""
 
     ROWS = 0  # where the tokens of a block are
     READERS = 2  # of the tokens of a masked block
     POSITIONS = 4
-    QUERY_ROWS = 6
+    QUERY_ROWS = 6  # where the query rows of a tile are
 
     @classmethod
     def count(cls) -> int:
-        """Count them, two of blocks."""
-        return cls.QUERY_ROWS + 1
+        """Count them, two of each."""
+        return cls.QUERY_ROWS + 2
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,15 @@ class Sizes(PacSizes):
     num_q_heads: int
     num_kv_heads: int
     num_blocks: int
+    lanes: int  # tiles that a segment may serve
+
+
+class Tile(NamedTuple):
+    """A row tile of a segment."""
+
+    place: int  # in the segment: 0 or 1
+    number: jax.Array
+    partial: jax.Array  # where its result goes
 
 
 class Work:
@@ -72,9 +81,13 @@ class Work:
         at = (block * self.sizes.pages_per_block + page) * of_page + field
         return by_thread.gather(self.refs.block_pages, at)
 
-    def numbers(self, which: Numbers, block: Any = 0) -> Any:
-        """View what is kept of block `block` of this thread block."""
-        return self.refs.numbers.at[which + lax.rem(jnp.int32(block), jnp.int32(2))]
+    def numbers(self, which: Numbers, number: Any) -> Any:
+        """View what is kept of block `number` of this thread block, or of tile `number` of a segment."""
+        return self.refs.numbers.at[which + lax.rem(jnp.int32(number), jnp.int32(2))]
+
+    def first_row(self, tile: int) -> int:
+        """Count the rows of a segment before tile 0 or 1 of it, as readers are counted."""
+        return tile * self.sizes.packing.tile_rows
 
     def stage(self, number: jax.Array) -> jax.Array:
         """Where in the rings block `number` of this thread block lies."""

@@ -24,20 +24,25 @@ class Block(NamedTuple):
     tokens: int  # KV tokens of a block
     stages: int  # blocks in shared memory: the one that is worked on, and those on their way
     together: int  # thread blocks that share a multiprocessor, on most of these GPUs
+    lanes: int  # row tiles that a segment may serve
 
     def shared_bytes(self, columns: int) -> int:
-        """Shared memory of a thread block: a tile of the query, rings of K and V, and seven numbers of each token."""
-        return 2 * columns * (TILE_ROWS + 2 * self.stages * self.tokens) + 4 * 7 * max(self.tokens, TILE_ROWS)
+        """Shared memory of a thread block: tiles of the query, rings of K and V, and eight numbers of each token."""
+        rows = self.lanes * TILE_ROWS + 2 * self.stages * self.tokens
+        return 2 * columns * rows + 4 * 8 * max(self.tokens, TILE_ROWS)
 
 
 #: By shared memory of a multiprocessor in KiB, at least, and by columns of a row: everything fits, and copies are on
 #: their way while a block is worked on. Of those that fit, 64 tokens by two for heads of 128 took least on an H200.
+#: Accumulators of two tiles with 256 columns would be all registers that there are; with 163 KiB, the second tile of
+#: the query would take the place of a block.
 BLOCKS = {
-    99: {64: Block(128, 2, 1), 128: Block(64, 2, 1), 256: Block(32, 2, 1)},
-    163: {64: Block(128, 2, 2), 128: Block(32, 3, 2), 256: Block(32, 2, 1)},
-    227: {64: Block(128, 2, 2), 128: Block(64, 2, 2), 256: Block(32, 2, 1)},
+    99: {64: Block(128, 2, 1, 2), 128: Block(64, 2, 1, 2), 256: Block(32, 2, 1, 1)},
+    163: {64: Block(128, 2, 2, 1), 128: Block(32, 3, 2, 1), 256: Block(32, 2, 1, 1)},
+    227: {64: Block(128, 2, 2, 2), 128: Block(64, 2, 2, 2), 256: Block(32, 2, 1, 1)},
 }
-_LANES = 1
+#: GPUs for which the compiler finds no registers for a second tile: up to 110 of a thread would be in memory.
+_ONE_LANE = ("10.0", "10.3", "11.0")
 _CHUNK = 8  # numbers that are copied at a time
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _JAX = (0, 11)  # the first version with warp-level products
@@ -56,10 +61,12 @@ def stages_of(heads: Heads, block_tokens: int) -> int:
 
 def tiling(heads: Heads, device: Any) -> Tiling:
     """Return how plans are to be cut."""
-    kib = SHARED_KIB[str(device.compute_capability)]
+    capability = str(device.compute_capability)
+    kib = SHARED_KIB[capability]
     block = BLOCKS[max(size for size in BLOCKS if size <= kib)][_columns(heads)]
+    lanes = 1 if capability in _ONE_LANE else block.lanes
     tile_rows = Packing.of(heads.group).tile_rows
-    return Tiling(device.core_count * block.together, tile_rows, _LANES, (block.tokens, block.tokens))
+    return Tiling(device.core_count * block.together, tile_rows, lanes, (block.tokens, block.tokens))
 
 
 def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanArrays | None = None) -> str | None:

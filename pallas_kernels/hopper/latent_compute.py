@@ -14,9 +14,9 @@ from pallas_kernels.hopper import latent_products, tensor_core
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline
 from pallas_kernels.hopper.pac_mask import clear_other_rows, mask_scores
 from pallas_kernels.hopper.pac_pipeline import LaneWork
-from pallas_kernels.hopper.row_registers import all_rows, broadcast_rows, filled
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Segment
+from pallas_kernels.row_registers import all_rows, broadcast_rows, filled
 from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
 
 

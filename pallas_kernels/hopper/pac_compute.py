@@ -14,8 +14,8 @@ from pallas_kernels.hopper import pac_wide, tensor_core
 from pallas_kernels.hopper.pac_mask import mask_scores
 from pallas_kernels.hopper.pac_pipeline import LANES, LaneWork, Pipeline
 from pallas_kernels.hopper.pac_softmax import Scores, State, add_block, capped, init_state, row_sum
-from pallas_kernels.hopper.row_registers import all_rows, broadcast_rows, over_rows
 from pallas_kernels.plan_format import Segment
+from pallas_kernels.row_registers import all_rows, broadcast_rows, over_rows
 
 
 class _Partial(NamedTuple):

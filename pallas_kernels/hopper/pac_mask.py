@@ -11,8 +11,8 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper.pac_pipeline import UNIFORM_READERS, LaneWork, Pipeline
-from pallas_kernels.hopper.row_registers import all_rows, broadcast_rows, over_rows
 from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.row_registers import all_rows, broadcast_rows, over_rows
 from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, unpack_readers
 
 

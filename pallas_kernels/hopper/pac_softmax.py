@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper import tensor_core
+from pallas_kernels import by_warp
 from pallas_kernels.hopper.pac_mask import clear_other_rows
 from pallas_kernels.hopper.pac_pipeline import Sizes
-from pallas_kernels.hopper.row_registers import broadcast_rows, filled, over_rows
 from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.row_registers import broadcast_rows, filled, over_rows
 from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
 
 #: By reference, weights are added up by columns 8 apart, which threads do by themselves.
@@ -125,7 +125,7 @@ def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.A
     # A tile that has seen nothing has no reference worth a try. Weights that are NaN are as they would be by any other:
     # rows of no request, which may hold anything, do not make a tile add every block twice.
     weights, sums = lax.cond(is_first, unknown, relative_to, state.reference)
-    is_far = tensor_core.any_above(sums, _FAR)
+    is_far = by_warp.any_above(sums, _FAR)
     return lax.switch(is_far, [keep, renew], state, weights, sums)
 
 

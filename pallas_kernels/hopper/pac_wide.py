@@ -19,8 +19,8 @@ from jax import lax
 from pallas_kernels.hopper import pac_softmax, tensor_core
 from pallas_kernels.hopper.pac_pipeline import LaneWork, Pipeline, Sizes
 from pallas_kernels.hopper.pac_softmax import Scores, State
-from pallas_kernels.hopper.row_registers import all_rows, filled
 from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.row_registers import all_rows, filled
 
 
 def serves(sizes: Sizes) -> bool:

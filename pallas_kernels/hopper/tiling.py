@@ -57,7 +57,7 @@ def tiling(heads: Heads, device: jax.Device) -> Tiling:
     if sizes in LONG:
         return Tiling(device.core_count, tile_rows, 1, (LONG[sizes].tokens,) * 2)
     little, much = BLOCKS[columns_of(sizes)]
-    return Tiling(device.core_count, tile_rows, _LANES, (little.tokens, much.tokens), _MUCH)
+    return Tiling(device.core_count, tile_rows, _LANES, (little.tokens, much.tokens), _MUCH, sums=_LANES)
 
 
 def columns_of(head_dims: tuple[int, int]) -> tuple[int, int]:

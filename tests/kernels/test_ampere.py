@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from forests import Tree, renumbered
 from kernel_calls import SIX, TREE, Arrays, Heads, attend, check, plan_of
+from plan_cases import num_wide
 
 from codec_jax import Forest, PagePool, Plan, Window, make_plan
 from codec_jax.attention import backends
@@ -41,8 +42,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def ampere_plan(forest: Forest, heads: Heads, **options: Any) -> Plan:
-    """Plan with one lane, and blocks of one of the sizes above."""
-    sizes = {"lanes": 1, "block_tokens": BLOCKS[99][columns_of(heads.dim)].tokens, "num_ctas": 2, "block_capacity": 0}
+    """Plan with as many lanes as there may be, and blocks of one of the sizes above."""
+    block = BLOCKS[99][columns_of(heads.dim)]
+    sizes = {"lanes": block.lanes, "block_tokens": block.tokens, "num_ctas": 2, "block_capacity": 0}
     return plan_of(forest, heads, **(sizes | options))
 
 
@@ -61,6 +63,7 @@ class Case(NamedTuple):
     softcap: float | None = None
     sinks: Any = None
     many: bool = False  # streams, as POR takes it
+    wide: bool = False
 
 
 CASES = {
@@ -74,21 +77,38 @@ CASES = {
     "heads of 256": Case(SIX, Heads(2, 1, 256), page_size=8, block_tokens=32, dtype=jnp.float16),
     "more thread blocks than work": Case(Tree([-1], [5], [0]), Heads(4, 2, 64), num_ctas=5),
     "several tiles, causal, rows in any order": Case(
-        Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64), query_tokens=5
+        Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64), query_tokens=5,
+        wide=True,
     ),
     "causal, pages of 24": Case(TREE, Heads(2, 1, 64), query_tokens=3, page_size=24),
     "seven q heads": Case(SIX, Heads(7, 1, 64), page_size=8),
-    "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1),
+    "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True),
     "many streams": Case(TREE, Heads(8, 4, 64), num_ctas=3, many=True),
     "a window": Case(Tree([-1, 0, 0], [400, 9, 30], [2, 1]), Heads(2, 1, 64), window=200),
     "a chunked window, a cap and sinks": Case(
         Tree([-1, *[0] * 6], [300, *range(6, 0, -1)], list(range(1, 7))), Heads(16, 1, 64),
-        window=Window(130, chunked=True), softcap=3.0, sinks=np.linspace(-2, 2, 16, dtype=np.float32),
+        window=Window(130, chunked=True), softcap=3.0, sinks=np.linspace(-2, 2, 16, dtype=np.float32), wide=True,
     ),
     "a window, causal, a cap": Case(
         Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64),
-        query_tokens=5, window=37, softcap=0.5,
+        query_tokens=5, window=37, softcap=0.5, wide=True,
     ),
+    "pairs of tiles and a single one": Case(
+        Tree([-1, *[0] * 18, 1], [290, *range(18), 3], [*range(2, 20), 0]), Heads(8, 1, 64), num_ctas=3, wide=True
+    ),
+    "pairs of tiles, some rows of the second one": Case(
+        Tree([-1, *[0] * 9], [200, *range(9)], list(range(9, 0, -1))), Heads(16, 2, 128), block_tokens=32, requests=12,
+        num_ctas=1, dtype=jnp.float16, wide=True,
+    ),
+    "pairs of tiles of which neither has all readers": Case(
+        Tree([-1, 0, *[0] * 4, *[1] * 8, *[0] * 4], [50, 130, *range(16)], list(range(2, 18))), Heads(8, 1, 64),
+        wide=True,
+    ),
+    "pairs of tiles of 63 rows, a window, a cap": Case(
+        Tree([-1, *[0] * 12], [300, *range(12)], list(range(1, 13))), Heads(7, 1, 128), query_tokens=2, block_tokens=64,
+        window=260, softcap=2.0, wide=True,
+    ),
+    "one request over pairs of tiles": Case(Tree([-1], [150], [0]), Heads(8, 1, 64), query_tokens=40, wide=True),
 }  # fmt: skip
 
 
@@ -105,6 +125,7 @@ def test_interpreted_kernels_equal_dense_attention(case: Case, monkeypatch: pyte
         block_tokens=case.block_tokens,
         window=case.window,
     )
+    assert (num_wide(plan) > 0) == case.wide
     num_pages = len(forest.used_pages) + 1
     arrays = Arrays.random(forest, case.heads, case.dtype, 0, case.query_tokens, num_pages)
     check(arrays, forest, plan, implementation="ampere", softcap=case.softcap, sinks=case.sinks)
@@ -269,6 +290,7 @@ def device(capability: str = "8.0", platform: str = "gpu", kind: str = "a test's
         ({"head_dim": 264}, "head sizes of at most 256, multiples of 8, got 264 and 264 for values"),
         ({"value_head_dim": 60}, "head sizes of at most 256, multiples of 8, got 128 and 60 for values"),
         ({"lanes": 2}, "it takes plans of 64 rows a tile, 1 lane and blocks of 32 tokens .*, got .* 2 lanes"),
+        ({"lanes": 2, "device": device("8.9")}, None),
         ({"tile_rows": 16}, "it takes plans of 64 rows a tile, .*, got 16 rows"),
         ({"block_tokens": 64}, "blocks of 32 tokens .*, got .* blocks of 64 tokens"),
     ],
@@ -314,7 +336,7 @@ def test_a_negative_scale_is_refused() -> None:
         (device("8.9"), {}, "ampere"),
         (device("10.0"), {}, "ampere"),
         (device("9.0"), {"tile_rows": 64, "lanes": 2, "block_tokens": 128}, "mosaic"),
-        (device("9.0"), {}, "ampere"),  # the plan is cut for it
+        (device("9.0"), {"lanes": 1}, "ampere"),  # the other kernels take plans of two lanes
     ],
     ids=str,
 )
@@ -335,6 +357,10 @@ def test_a_plan_is_cut_for_the_device_that_it_is_made_on(monkeypatch: pytest.Mon
     with pytest.warns(UserWarning, match="no measured costs for NVIDIA A100-SXM4-80GB"):
         plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=128)
     assert backends.choose(None, AllHeads(8, 2, 128, 128), Scores(1.0), plan.arrays) is AMPERE
+    assert plan.arrays.lanes == 1
+    invariant = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=128, policy="invariant")
+    assert invariant.arrays.lanes == 1
+    assert backends.choose(None, AllHeads(8, 2, 128, 128), Scores(1.0), invariant.arrays) is AMPERE
     narrow = plan.cost_model.kv_us(False, 1000, cached=False)
     assert narrow == pytest.approx(4 * 128 * 1000 * 108 / (0.94 * 2.039e6))
 

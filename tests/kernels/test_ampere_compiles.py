@@ -58,8 +58,11 @@ GPUS = {
     "sm_120": Gpu("NVIDIA GeForce RTX 5090", "12.0", 170, 102400, 100663296, ACCELERATED),
 }
 DIMS = (64, 96, 128, 256)
-#: Bytes of a thread's registers that may go to memory; where heads have 256 columns, 128 registers are accumulators.
+#: Bytes of a thread's registers that may go to memory: 128 registers are accumulators where a segment has two tiles, or
+#: heads have 256 columns.
 SPILLED = {("sm_100", 256): 16, ("sm_120", 256): 32}
+SPILLED |= {(name, dim): 64 for name in ("sm_86", "sm_89", "sm_90") for dim in (64, 96, 128)}
+SPILLED |= {("sm_120", dim): 128 for dim in (64, 96, 128)}
 
 COMPILE = """
 import json, sys

@@ -35,10 +35,10 @@ class Kernels(NamedTuple):
     def check(self, arrays: Arrays, forest: Forest, plan: Plan, **options: Any) -> None:
         check(arrays, forest, plan, implementation=self.family.name, **options)
 
-    @property
-    def widens(self) -> bool:
+    def widens(self, heads: Heads) -> bool:
         """Whether a segment may serve the rows of several tiles."""
-        return self.family is HOPPER
+        wanted = AllHeads(heads.q, heads.kv, heads.dim, heads.value_dim)
+        return self.family.tiling(wanted, jax.devices()[0]).lanes > 1
 
 
 @pytest.fixture(params=[HOPPER, AMPERE], ids=lambda family: family.name)
@@ -84,7 +84,7 @@ def test_random_forests_equal_dense_attention(
 
     check_one()
     several_tiles = 10 * query_tokens * heads.q // heads.kv > 2 * TILE_ROWS
-    assert (wide > 0) == (several_tiles and kernels.widens)
+    assert (wide > 0) == (several_tiles and kernels.widens(heads))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_results_are_the_same_from_run_to_run(kernels: Kernels, query_tokens: in
     forest = Forest.from_nodes([-1, *[0] * 40], [9000, *[50] * 40], list(range(40, 0, -1)))
     arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, query_tokens, num_pages=800)
     plan = kernels.plan(forest, heads, query_tokens=query_tokens)
-    assert (num_wide(plan) > 0) == kernels.widens
+    assert (num_wide(plan) > 0) == kernels.widens(heads)
     forest, plan = jax.device_put((forest, plan))
     first, *others = (np.asarray(kernels.attend(*arrays, forest, plan), np.float32) for _ in range(6))
     for other in others:
@@ -345,7 +345,7 @@ def test_the_error_is_no_greater_than_that_of_cudnn(
     forest = Forest.from_nodes([-1, *[0] * requests], [root, *[200] * requests], list(range(1, requests + 1)))
     arrays = Arrays.random(forest, heads, dtype, 0, num_pages=root // 16 + 14 * requests)
     plan = kernels.plan(forest, heads, min_wide_tokens=min_wide_tokens)
-    assert (num_wide(plan) > 0) == (kernels.widens and min_wide_tokens == 2048 and heads.q > heads.kv)
+    assert (num_wide(plan) > 0) == (kernels.widens(heads) and min_wide_tokens == 2048 and heads.q > heads.kv)
     sample = np.arange(0, requests, 5)
     slots = np.stack([forest.context_slots(request) for request in sample])
     dense = [pages.reshape(-1, heads.kv, heads.dim)[slots] for pages in arrays[1:]]

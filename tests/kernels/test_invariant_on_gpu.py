@@ -36,7 +36,8 @@ def _served(request: pytest.FixtureRequest) -> None:
 
 def planned(forest: Forest, implementation: str, heads: Heads, **options: Any) -> Plan:
     family = {"mosaic": HOPPER, "ampere": AMPERE}[implementation]
-    return plan_of(forest, heads, family, **({"segment_capacity": 1024, "policy": "invariant"} | options))
+    given = {"segment_capacity": 1024, "policy": "invariant", "lanes": 2 if family is HOPPER else 1}
+    return plan_of(forest, heads, family, **(given | options))
 
 
 def bits(forest: Forest, arrays: Arrays, plan: Plan, implementation: str) -> np.ndarray:
