@@ -1,11 +1,17 @@
-"""Votes of a warp on registers of products, float32 [64, columns], whose layout wgmma and warp-level products share."""
+"""Registers of products, float32 [64, columns], as threads and warps have them: wgmma and warp-level products alike.
 
+A thread has two rows, and of each two columns of every eight.
+"""
+
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
@@ -28,3 +34,22 @@ def any_above(numbers: jax.Array, limit: float) -> jax.Array:
         return mgpu.FragmentedArray.splat(arith.extui(word, found), (), is_signed=True)
 
     return vote(numbers)
+
+
+def fold_columns(combine: Callable[[Any, Any], Any], numbers: jax.Array) -> jax.Array:
+    """Combine columns 8 apart of numbers [64, columns], which one thread has, by an operation of MLIR: [64, 8].
+
+    One operation for all of them: the time to find layouts grows with the number of operations.
+    """
+    folded = plgpu.ShapeDtypeStruct((numbers.shape[0], 8), numbers.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=folded)
+    def fold(_: Any, numbers: Any) -> Any:
+        registers = numbers.registers
+        eights = [registers[:, i : i + 1] for i in range(registers.shape[1])]
+        both = np.vectorize(combine, otypes=[object])
+        return mgpu.FragmentedArray(
+            _registers=functools.reduce(both, eights), _layout=numbers.layout, _is_signed=numbers.is_signed
+        )
+
+    return fold(numbers)

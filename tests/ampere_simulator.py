@@ -16,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jaxlib.mlir.dialects import arith
 from simulator import any_above
 
 from pallas_kernels import by_thread, by_warp
@@ -31,6 +32,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     monkeypatch.setattr(by_thread, "gather", gather)
     monkeypatch.setattr(by_warp, "any_above", any_above)
+    monkeypatch.setattr(by_warp, "fold_columns", fold_columns)
     for function in (keep, copy_rows, wait_for_threads, store_rows):
         monkeypatch.setattr(instructions, function.__name__, function)
     for function in (warp, has_rows, seen, multiply_keys, as_operands, multiply_values):
@@ -98,6 +100,12 @@ def has_rows(rows: Any, warp: jax.Array) -> jax.Array:
     """Leave nothing out, as warps do not branch on their own here."""
     del rows, warp
     return jnp.int32(1)
+
+
+def fold_columns(combine: Any, numbers: jax.Array) -> jax.Array:
+    """Combine columns 8 apart."""
+    by_eights = numbers.reshape(numbers.shape[0], -1, 8)
+    return by_eights.sum(axis=1) if combine is arith.addf else by_eights.max(axis=1)
 
 
 def seen(readers: Any, tokens: int, warp: jax.Array, first_row: int) -> jax.Array:

@@ -83,7 +83,8 @@ def choose_reconstructed(
         raise ValueError(f"num_pages: expected at least {last + 1}, which the forest refers to, got {num_pages}")
     copies = PageCopies.none(num_pages, checks.integer("capacity", capacity))
     forms = Forms(num_q_heads, latent, rope, nope, value, itemsize, query_tokens)
-    return copies.follow(forms.worth_reconstructing(forest)).subset
+    saved = forms.saved_us(forest.readers).clip(min=0.0) @ forest.length
+    return copies.follow(forms.worth_reconstructing(forest) if saved > _BESIDE_US else []).subset
 
 
 class Forms(NamedTuple):
@@ -100,12 +101,10 @@ class Forms(NamedTuple):
     def worth_reconstructing(self, forest: Forest) -> list[Int[np.ndarray, " pages"]]:
         """Return the pages of each node whose K and V are worth having, of the one that saves the most first.
 
-        None of these nodes grows. There are none where all of them together do not save what a second form costs.
+        None of these nodes grows.
         """
         saved = self.saved_us(forest.readers)
         saved[growing_leaves(forest)] = 0.0
-        if saved.clip(min=0.0) @ forest.length <= _BESIDE_US:
-            return []
         order = np.argsort(-saved, kind="stable")
         pages = [forest.pages_of(node) for node in order[saved[order] > 0].tolist()]
         return [of_node[of_node != GONE] for of_node in pages]

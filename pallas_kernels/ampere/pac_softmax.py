@@ -6,13 +6,12 @@ so for most blocks nothing is scaled, and no thread asks another one for a maxim
 for its own scores alone, never for those of other rows. All is in units of log2.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import by_warp
 from pallas_kernels.packing import TILE_ROWS
@@ -53,7 +52,8 @@ def weigh(state: State, scores: jax.Array, factor: float, visible: jax.Array) ->
       factor: from scores to units of log2.
       visible: bool [64], the rows that see the block at all.
     """
-    most = jnp.where(broadcast_rows(visible, _SUMS), _by_threads(jnp.maximum, scores), MASK_VALUE)  # [64, 8]
+    most = by_warp.fold_columns(arith.maximumf, scores)  # [64, 8]
+    most = jnp.where(broadcast_rows(visible, _SUMS), most, MASK_VALUE)
 
     def keep(state: State) -> State:
         return state
@@ -69,9 +69,4 @@ def weigh(state: State, scores: jax.Array, factor: float, visible: jax.Array) ->
     state = lax.switch(by_warp.any_above(above, _FAR), [keep, renew], state)
     weights = jnp.exp2(scores * factor - broadcast_rows(state.reference, scores.shape[1]))
     weights = jnp.where(broadcast_rows(visible, scores.shape[1]), weights, 0.0)
-    return state._replace(sums=state.sums + _by_threads(jnp.add, weights)), weights
-
-
-def _by_threads(combine: Callable[[jax.Array, jax.Array], jax.Array], numbers: jax.Array) -> jax.Array:
-    """Combine those numbers of each row, [64, columns], that are in one thread: [64, 8]."""
-    return functools.reduce(combine, (numbers[:, at : at + _SUMS] for at in range(0, numbers.shape[1], _SUMS)))
+    return state._replace(sums=state.sums + by_warp.fold_columns(arith.addf, weights)), weights

@@ -19,7 +19,6 @@ from codec_jax.nnx import Decoder, DecoderConfig, Engine, Latent, Sampler, devic
 from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.memory import pages_that_fit
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.planning import latent_forms
 
 #: Programs of one layer compile in half of the time.
 SMALL = replace(CONFIG, num_layers=1, mixture=None)
@@ -29,11 +28,6 @@ SIZES: dict[str, Any] = {"max_requests": 4, "num_pages": 64, "page_size": PAGE_S
 @pytest.fixture(scope="module")
 def dense() -> Dense:
     return Dense(sharp(SMALL))
-
-
-@pytest.fixture(autouse=True)
-def _small_forests_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_forms, "_BESIDE_US", 0.0)
 
 
 @pytest.fixture
