@@ -11,12 +11,13 @@ that the step needs (benchmarks/decode_floor.py). A way that fails or does not f
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 from tqdm import tqdm
 
 from benchmarks.decode_floor import floors
@@ -102,13 +103,15 @@ def difference(logits: Float[np.ndarray, "B V"], reference: Float[np.ndarray, "B
     return largest
 
 
-def wall(step: Step, temperature: float = 0.0, top_p: float = 1.0, seconds: float = ROUND_SECONDS) -> float:
+def wall(
+    step: Callable[..., Any], temperature: float = 0.0, top_p: float = 1.0, seconds: float = ROUND_SECONDS
+) -> float:
     """Return the time of a token by the host's clock: the median round of calls that are queued one after another.
 
     A round takes `seconds` at most, or one call.
     """
 
-    def call() -> Array:
+    def call() -> Any:
         return step(temperature=temperature, top_p=top_p)
 
     once = wall_time(call, 1)

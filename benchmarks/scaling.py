@@ -4,8 +4,9 @@
     python -m benchmarks.scaling --predict --json benchmarks/results/scaling_predicted.json
 
 The step is that of benchmarks.decoding, on one GPU and on every mesh of the axes "context" and "tensor" that there are
-GPUs for; its first logits are held to those of one GPU. Attention and exchanges are timed in loops on the device; of
-that of an exchange, the time of the same loop without it is taken off. `--predict` needs no GPU: it writes what
+GPUs for; its first logits are held to those of one GPU. With `--data` there are as many such meshes as there are GPUs
+for, each with a document of its own, and all decode at once. Attention and exchanges are timed in loops on the device;
+of that of an exchange, the time of the same loop without it is taken off. `--predict` needs no GPU: it writes what
 benchmarks.scaling_model expects of published models on up to 1,024 GPUs, and how well it agrees with the committed rows
 of one.
 """
@@ -94,6 +95,9 @@ def main() -> None:
     parser.add_argument("--roots", type=int, nargs="*", default=ROOTS, help="the same, for attention alone")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--layers", type=int, help="how many to keep; all that fit by default")
+    parser.add_argument("--gpus", type=int, nargs="+", help="of a mesh; by default all numbers that divide those here")
+    parser.add_argument("--data", action="store_true", help="as many meshes at once as there are GPUs for")
+    parser.add_argument("--no-exchanges", action="store_true", help="steps and attention only")
     if parser.parse_args().predict:
         arguments, measured = parser.parse_args(), predict_all()
     else:
@@ -106,8 +110,12 @@ def main() -> None:
         config = cut_to_fit(replace(config, num_layers=arguments.layers or config.num_layers), cases)
         common = {"model": arguments.model, "layers": config.num_layers} | conditions(layout_of(config))
         count = len(jax.devices())
-        meshes = [group for size in range(1, count + 1) if count % size == 0 for group in groups(config, size)]
-        measured = (row | common for row in measure_all(config, meshes, cases, roots))
+        sizes = arguments.gpus or [size for size in range(1, count + 1) if count % size == 0]
+        if unfit := [size for size in sizes if size < 1 or count % size]:
+            parser.error(f"--gpus: expected numbers that divide the {count} GPUs here, got {unfit}")
+        meshes = [group for size in sizes for group in groups(config, size)]
+        exchanged = [] if arguments.no_exchanges else cases
+        measured = (row | common for row in measure_all(config, meshes, cases, roots, exchanged, arguments.data))
     conclude("scaling", collect(measured, arguments.json), arguments.json)
 
 
@@ -222,46 +230,59 @@ def cut_to_fit(config: DecoderConfig, cases: list[SharedDocument]) -> DecoderCon
 
 
 def measure_all(
-    config: DecoderConfig, meshes: list[Parallel], cases: list[SharedDocument], roots: list[SharedDocument]
+    config: DecoderConfig,
+    meshes: list[Parallel],
+    cases: list[SharedDocument],
+    roots: list[SharedDocument],
+    exchanged: list[SharedDocument],
+    data: bool = False,
 ) -> Iterator[dict]:
-    """Yield rows of steps, of attention over long roots, and of each exchange that the steps make.
+    """Yield rows of steps, of attention over long roots, and of each exchange that the steps of some cases make.
 
     The first mesh is the one that the logits of the others are held to.
     """
     machine, costs = machine_here(), costs_of_one_gpu()
-    yield from measure_steps(config, meshes, cases)
+    yield from measure_steps(config, meshes, cases, data)
     whole_heads = [group for group in meshes if group.tensor <= config.num_kv_heads]
     for case, group in tqdm(list(product(roots, whole_heads))):
         expected = layer_attention_us(config, case, group, machine, costs)
         row = described(case, group, "attention of a layer over ") | {"variant": "attention", "predicted_us": expected}
         yield row | taken(partial(measure_attention, config, case, group))
-    listed = [exchanges(config, case.requests, group) for case, group in product(cases, meshes)]
+    listed = [exchanges(config, case.requests, group) for case, group in product(exchanged, meshes)]
     for each in dict.fromkeys(exchange._replace(times=1) for every in listed for exchange in every):
         name = f"{each.kind} of {each.bytes} bytes, {each.devices} GPUs"
         row = {"name": name, "variant": "exchange", "gpus": each.devices, "bytes": each.bytes}
         yield row | {"predicted_us": exchange_us(each, machine)} | taken(partial(measure_exchange, each))
 
 
-def measure_steps(config: DecoderConfig, meshes: list[Parallel], cases: list[SharedDocument]) -> Iterator[dict]:
-    """Yield rows of steps. The model is there until the last of them only: its memory is for long roots then."""
+def measure_steps(
+    config: DecoderConfig, meshes: list[Parallel], cases: list[SharedDocument], data: bool = False
+) -> Iterator[dict]:
+    """Yield rows of steps, on one mesh or on as many as there are devices for.
+
+    The model is there until the last of them only: its memory is for long roots then.
+    """
     if not cases:
         return
     machine, costs = machine_here(), costs_of_one_gpu()
     model, references = random_decoder(config, progress=True), dict[SharedDocument, np.ndarray]()
     for case, group in tqdm(list(product(cases, meshes))):
         expected = sum(step_us(config, case, group, machine, costs).values())
-        row = described(case, group) | {"variant": "step", "predicted_us": expected}
-        yield row | taken(partial(measure_step, model, case, group, references))
+        count = len(jax.devices()) // group.devices if data else 1
+        row = described(case, group, count=count) | {"variant": "step", "predicted_us": expected}
+        yield row | taken(partial(measure_step, model, case, group, count, references))
 
 
-def described(case: SharedDocument, group: Parallel, what: str = "") -> dict:
-    """Name the requests, their document and the mesh."""
+def described(case: SharedDocument, group: Parallel, what: str = "", count: int = 1) -> dict:
+    """Name the requests of a document, the document and the mesh, of which there are so many."""
+    times = f"{count} x " if count > 1 else ""
     return {
-        "name": f"{what}{case.name}, context {group.context} x tensor {group.tensor}",
+        "name": f"{what}{times}{case.name}, context {group.context} x tensor {group.tensor}",
         "document_tokens": case.document,
         "own_tokens": case.own,
         "requests": case.requests,
-        "gpus": group.devices,
+        "gpus": count * group.devices,
+        "data": count,
         **asdict(group),
     }
 
@@ -278,24 +299,25 @@ def taken(measure: Callable[[], dict]) -> dict:
         return attempt(measure, "wall_us", "error")
 
 
-def mesh_of(group: Parallel) -> Mesh:
-    """Return a mesh of the first devices: neighbours along "context"."""
-    devices = jax.devices()[: group.devices]
+def mesh_of(group: Parallel, number: int = 0) -> Mesh:
+    """Return the mesh with that number of those that devices are enough for: neighbours along "context"."""
+    devices = jax.devices()[number * group.devices :][: group.devices]
     sizes = group.tensor, group.context
     return jax.make_mesh(sizes, (TENSOR, CONTEXT), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def measure_step(
-    model: Decoder, case: SharedDocument, group: Parallel, references: dict[SharedDocument, np.ndarray]
+    model: Decoder, case: SharedDocument, group: Parallel, count: int, references: dict[SharedDocument, np.ndarray]
 ) -> dict:
-    """Compare the first logits with those of one GPU, and time a token of every request."""
-    step = paged(model, case, share=True, mesh=None if group == ALONE else mesh_of(group))
-    first = np.asarray(step(tokens=1))
-    apart = difference(first, references.setdefault(case, first))
+    """Compare the first logits with those of one GPU, and time a token of every request, on so many meshes at once."""
+    meshes = [None] if group == ALONE and count == 1 else [mesh_of(group, number) for number in range(count)]
+    steps = [paged(model, case, share=True, mesh=mesh) for mesh in meshes]
+    first = [np.asarray(step(tokens=1)) for step in steps]
+    reference = references.setdefault(case, first[0])
     return {
-        "compile_seconds": step.compile_seconds,
-        "logits_difference": apart,
-        "wall_us": wall(step, seconds=ROUND_SECONDS),
+        "compile_seconds": sum(step.compile_seconds for step in steps),
+        "logits_difference": max(difference(each, reference) for each in first),
+        "wall_us": wall(lambda **options: [step(**options) for step in steps], seconds=ROUND_SECONDS),
     }
 
 

@@ -210,17 +210,25 @@ def score_variants(rows: list[dict]) -> str:
 
 
 def latent_forms(rows: list[dict]) -> str:
-    """Show attention over latents and over K and V of what is shared, beside FlashInfer's."""
-    by_heads = {row["name"]: row["kernel_us"] for row in rows if "chosen_pages" in row}
-    lines = [row | {"by_heads_us": by_heads.get(row["name"])} for row in rows if "chosen_pages" not in row]
+    """Show attention over latents and over K and V of what is shared, which is chosen, and FlashInfer's."""
+    reconstructed = {(row["heads"], row["name"]): row for row in rows if "chosen_pages" in row}
+
+    def other(row: dict) -> dict:
+        return {} if "float8" in row["variant"] else reconstructed.get((row["heads"], row["name"]), {})
+
+    def chosen(row: dict) -> str:
+        form, of = ("K and V", other(row)) if other(row).get("chosen_pages") else ("latents", row)
+        return f"{form}, {at_most(of['kernel_us'] / row['roofline_us'], 2)}x"
+
     columns = {
-        "forest, μs": lambda row: plain(row["name"]),
+        "forest, μs": lambda row: f"{row['variant']}, {plain(row['name'])}",
         "latents": number("kernel_us", rounded=at_most),
-        "K and V of what is shared": number("by_heads_us", rounded=at_most),
+        "K and V of what is shared": lambda row: number("kernel_us", rounded=at_most)(other(row)),
+        "chosen, over the roofline": chosen,
         "roofline": number("roofline_us"),
         "FlashInfer MLA": number("flashinfer_mla_us"),
     }
-    return markdown(columns, lines)
+    return markdown(columns, [row for row in rows if "chosen_pages" not in row])
 
 
 def your_gpu(rows: list[dict]) -> str:
@@ -358,7 +366,7 @@ def scaling(rows: list[dict]) -> str:
 
 
 def scaling_measured(rows: list[dict]) -> str:
-    """Show steps and attention on every mesh, how many times as fast as on one GPU, and what exchanges take."""
+    """Show steps and attention on meshes, how many times as fast as on one GPU, and what exchanges take."""
     parts = []
     for variant, what, unit, digits in (
         ("step", "a step in ms", 1e3, 2),
@@ -368,15 +376,17 @@ def scaling_measured(rows: list[dict]) -> str:
             row
             | {
                 "case": f"{row['model']}, " + f"{row['layers']} layers, " * (variant == "step") + _case(row),
-                "of": f"{row['context']} x {row['tensor']}",
+                "of": f"{count} of " * (count > 1) + f"{row['context']} x {row['tensor']}",
+                "data": count,
             }
             for row in rows
+            for count in (row.get("data", 1),)
             if row["variant"] == variant
         ]
         alone = {row["case"]: row["wall_us"] for row in chosen if row["gpus"] == 1}
 
         def fill(row: dict, alone: dict = alone, unit: float = unit, digits: int = digits) -> str:
-            faster = alone[row["case"]] / row["wall_us"]
+            faster = row["data"] * alone[row["case"]] / row["wall_us"]
             predicted = f"predicted {at_most(row['predicted_us'] / unit, digits)}"
             return f"{at_most(row['wall_us'] / unit, digits)}, {at_least(faster, 2)}x; {predicted}"
 

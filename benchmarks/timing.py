@@ -131,7 +131,7 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
     return [(name, 1e3 * ms) for name, ms in kernels]
 
 
-def wall_time(call: Callable[[], jax.Array], calls: int = 50) -> float:
+def wall_time(call: Callable[[], object], calls: int = 50) -> float:
     """Return the time of a call in microseconds when many are queued one after another."""
     jax.block_until_ready(call())
     start = time.perf_counter()

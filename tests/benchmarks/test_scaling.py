@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import assume, given
@@ -227,6 +228,25 @@ def test_a_table_has_measured_times_and_groups_of_predictions() -> None:
         assert line in lines
 
 
+def test_a_table_counts_the_tokens_of_all_meshes() -> None:
+    row = {
+        "variant": "step",
+        "model": "m",
+        "layers": 2,
+        "requests": 16,
+        "document_tokens": 32_768,
+        "predicted_us": 2001.0,
+    }
+    meshes = [(1, 1, 1, 6000.0), (1, 4, 1, 2000.0), (2, 2, 1, 4000.0)]
+    rows = [
+        row | {"data": data, "context": context, "tensor": tensor, "gpus": data * context * tensor, "wall_us": us}
+        for data, context, tensor, us in meshes
+    ]
+    line = tables.scaling_measured(rows).split("\n")[-1]
+    cells = ("6.00, 1.00x; predicted 2.01", "2.00, 3.00x; predicted 2.01", "4.00, 3.00x; predicted 2.01")
+    assert line == f"| m, 2 layers, 16 requests over 32,768 | {' | '.join(cells)} |"
+
+
 def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kv heads on four devices of an axis, too; values are large, so that a page in a wrong place would show."""
     monkeypatch.setattr(scaling, "IN_A_LOOP", 4)
@@ -236,7 +256,7 @@ def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatc
     case = SharedDocument(document=1100, requests=3, own=9)  # 69 pages: long enough to be cut in two
     meshes = [ALONE, Parallel(tensor=2), Parallel(context=2), Parallel(tensor=4, context=2)]
     config = replace(TINY, num_layers=1)
-    rows = list(scaling.measure_all(config, meshes, [case], [case._replace(requests=2)]))
+    rows = list(scaling.measure_all(config, meshes, [case], [case._replace(requests=2)], [case]))
     assert [row.get("error") for row in rows] == [None] * len(rows)
     steps, attention, found = (
         [row for row in rows if row["variant"] == variant] for variant in ("step", "attention", "exchange")
@@ -253,13 +273,26 @@ def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatc
     assert all(row["predicted_us"] > 0 for row in rows)
 
 
+def test_meshes_decode_documents_of_their_own_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.decoding.MAX_CALLS", 1)
+    monkeypatch.setattr("benchmarks.decoding.MAX_DIFFERENCE", 1e-4)
+    case = SharedDocument(document=1100, requests=3, own=9)
+    config, count = replace(TINY, num_layers=1), len(jax.devices())
+    rows = list(scaling.measure_steps(config, [ALONE, Parallel(context=2, tensor=2)], [case], data=True))
+    assert [row.get("error") for row in rows] == [None] * 2
+    assert [(row["data"], row["gpus"]) for row in rows] == [(count, count), (count // 4, count)]
+    used = [scaling.mesh_of(Parallel(context=2, tensor=2), number).devices.ravel() for number in range(count // 4)]
+    assert sorted(device.id for each in used for device in each) == list(range(count))
+    assert 0.0 < rows[1]["logits_difference"] < 1e-4
+
+
 def test_the_command_keeps_so_many_layers_and_measures_no_steps_without_documents(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = {}
 
     def measure_all(config: DecoderConfig, *rest: list) -> list[dict]:
-        asked["layers"], (asked["meshes"], asked["cases"], asked["roots"]) = config.num_layers, rest
+        asked["layers"], (asked["meshes"], asked["cases"], asked["roots"], *_) = config.num_layers, rest
         return [{"name": "a row"}]
 
     monkeypatch.setattr(scaling, "measure_all", measure_all)
