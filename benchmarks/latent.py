@@ -1,6 +1,6 @@
 """Time forest_attention over latents: one kv head of 576 numbers a token, of which the first 512 are the values.
 
-    python -m benchmarks.latent --json benchmarks/results/latent_h200.json
+    python -m benchmarks.latent --q-heads 128 --peers --repeats 7 --json benchmarks/results/latent_128_h200.json
 
 Every forest is attended with the q heads of several models and held to float32 attention; where it has shared nodes,
 also with K and V of their heads, reconstructed beforehand (`codec_jax.latent`). With --float8 latents have one byte a

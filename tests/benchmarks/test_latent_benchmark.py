@@ -35,10 +35,22 @@ def test_every_number_of_q_heads_is_measured_and_held_to_the_first_numbers_of_th
     ]
     assert [row.get("reconstructed_pages") for row in rows] == [None, 19, None] * 2
     assert all(row["relative_error"] < 5e-3 for row in rows)
-    assert tables.score_variants(rows).count("μs") == 6
+    assert tables.latent_forms(rows).count("| latents, ") == 4  # three requests are too few for K and V
     (row,) = latent.measure_all([WORKLOAD], Namespace(**vars(asked) | {"q_heads": [2], "float8": True}))
     assert (row["variant"], row.get("error"), row["unique_bytes"]) == ("2 q heads, float8", None, 360 * 656)
     assert row["relative_error"] < 5e-3
+
+
+def test_a_table_has_both_forms_in_a_line_and_says_which_is_chosen() -> None:
+    latents = {"name": "n", "heads": "16/1", "variant": "16 q heads", "kernel_us": 30.01, "roofline_us": 20.0}
+    form = latents | {"variant": "16 q heads, K and V of what is shared", "kernel_us": 25.0, "chosen_pages": 4}
+    float8 = latents | {"variant": "16 q heads, float8", "roofline_us": 10.0}
+    for pages, chosen in ((4, "K and V, 1.25x"), (0, "latents, 1.51x")):
+        lines = tables.latent_forms([latents, form | {"chosen_pages": pages}, float8]).split("\n")[2:]
+        assert lines == [
+            f"| 16 q heads, n | 30.1 | 25.0 | {chosen} | 20.0 | – |",
+            "| 16 q heads, float8, n | 30.1 | – | latents, 3.01x | 10.0 | – |",
+        ]
 
 
 def test_the_roofline_counts_a_latent_once_and_its_products_for_every_request() -> None:
