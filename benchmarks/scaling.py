@@ -7,19 +7,16 @@ The step is that of benchmarks.decoding, on one GPU and on every mesh of the axe
 GPUs for; its first logits are held to those of one GPU. With `--data` there are as many such meshes as there are GPUs
 for, each with a document of its own, and all decode at once. Attention and exchanges are timed in loops on the device;
 of that of an exchange, the time of the same loop without it is taken off. `--predict` needs no GPU: it writes what
-benchmarks.scaling_model expects of published models on up to 1,024 GPUs, and how well it agrees with the committed rows
-of one.
+benchmarks.scaling_predictions says.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,24 +38,21 @@ from benchmarks.decode_step import (
 )
 from benchmarks.decoding import DOCUMENTS, REQUESTS, difference, wall
 from benchmarks.report import conclude
-from benchmarks.rows import attempt, collect, conditions, provenance
+from benchmarks.rows import attempt, collect, conditions
 from benchmarks.scaling_model import (
     MACHINES,
     PLAIN_MODELS,
-    Costs,
     Exchange,
     Machine,
-    calibrated,
-    case_of,
     exchange_us,
     exchanges,
-    group_times,
     groups,
     layer_attention_us,
     memory_bytes,
     step_us,
     weight_bytes,
 )
+from benchmarks.scaling_predictions import costs_of_an_h200, predict_all
 from benchmarks.timing import command, parse, wall_time
 from benchmarks.turns import GPU, compiled
 from codec_jax.attention import forest_attention
@@ -69,16 +63,6 @@ from codec_jax.nnx.shards import everywhere
 
 #: Tokens of documents over which attention is timed alone.
 ROOTS = (120_000, 1 << 20)
-
-#: What `--predict` looks at: groups that decode a document together, and GPUs of several hosts with a document for each
-#: group.
-MODELS = ("qwen3-4b", "qwen3-32b", "llama-3.1-70b")
-PREDICTED_DOCUMENTS, PREDICTED_REQUESTS = (32_768, 120_000, 1 << 20), (16, 64, 256)
-GROUPS, REPLICATED = (1, 2, 4, 8, 16, 32, 64), (16, 128, 1024)
-
-#: Rows of one GPU: the first are what costs are fitted to, the others what they are tried on. The latter are from
-#: before loops of a fixed length, which left time between kernels that there is no more.
-FITTED, TRIED = ("decoding_120000_h200", "decoding_32768_16_h200", "decoding_32768_64_h200"), ("decoding_32768_h100",)
 
 #: Of attention and exchanges, so many in a loop; of each loop and step, rounds of calls, each as long as that at most.
 IN_A_LOOP, CALLS, ROUNDS, ROUND_SECONDS = 100, 10, 3, 0.3
@@ -119,102 +103,6 @@ def main() -> None:
     conclude("scaling", collect(measured, arguments.json), arguments.json)
 
 
-# ---------------------------------------------------------------------- predictions
-
-
-@cache
-def costs_of_one_gpu() -> Costs:
-    """Fit the model to the committed rows of an H200."""
-    rows = [row for stem in FITTED for row in shared_rows(stem)]
-    return calibrated(rows, PLAIN_MODELS[rows[0]["model"]], MACHINES["NVIDIA H200"])
-
-
-def shared_rows(stem: str) -> list[dict]:
-    """Return the rows of a result file of benchmarks.decoding that read the document once."""
-    rows = json.loads((Path(__file__).parent / f"results/{stem}.json").read_text())["rows"]
-    return [row for row in rows if row["variant"] == "shared"]
-
-
-def predict_all() -> Iterator[dict]:
-    """Yield rows on one GPU, measured beside predicted, and the fastest groups of every case."""
-    machine = MACHINES["NVIDIA H200"]
-    common = provenance() | {"device": "model"}
-    assumed = {
-        "latencies": "assumed until measured",
-        "latency_inside_us": machine.inside.latency_us,
-        "latency_between_us": machine.between.latency_us,
-    }
-    for stem in FITTED + TRIED:
-        yield from (on_one_gpu(row, stem in FITTED) | common for row in shared_rows(stem))
-    for model, document, requests in product(MODELS, PREDICTED_DOCUMENTS, PREDICTED_REQUESTS):
-        yield from (row | assumed | common for row in predicted(model, SharedDocument(document, requests), machine))
-
-
-def on_one_gpu(row: dict, fitted: bool) -> dict:
-    """Lay the time of a row, and its parts over their rooflines, beside what the model says."""
-    config, machine, case = PLAIN_MODELS[row["model"]], MACHINES[row["device"]], case_of(row)
-    reading = row["weight_bytes"] / machine.rates.read_bytes_per_us
-    return {
-        "name": f"{case.name}, {row['device']}",
-        "variant": "one GPU",
-        "model": row["model"],
-        "fitted": fitted,
-        "wall_us": row["wall_us"],
-        "kernel_us": row["kernel_us"],
-        "predicted_us": sum(step_us(config, case, ALONE, machine, costs_of_one_gpu()).values()),
-        # Reading the weights takes longer than their products in all of them.
-        "attention_over_roofline": row["attention_us"] / (row["roofline_us"] - reading),
-        "products_over_roofline": row["products_us"] / reading,
-        "costs": asdict(costs_of_one_gpu()),
-    }
-
-
-def predicted(model: str, case: SharedDocument, machine: Machine) -> Iterator[dict]:
-    """Yield the fastest group of each number of GPUs, and the fastest of one host for each document on several hosts.
-
-    Tokens per second and efficiency are of all requests: each group has a document, and so many of them.
-    """
-    config, alone, best = PLAIN_MODELS[model], 0.0, None
-    for devices in GROUPS:
-        if not (times := group_times(config, case, devices, machine, costs_of_one_gpu())):
-            continue
-        group = min(times, key=times.__getitem__)
-        parts = step_us(config, case, group, machine, costs_of_one_gpu())
-        row = {
-            "name": f"{model}, {case.name}, {devices} GPUs",
-            "variant": "one group",
-            "model": model,
-            "document_tokens": case.document,
-            "requests": case.requests,
-            "own_tokens": case.own,
-            "gpus": devices,
-            "data": 1,
-            **asdict(group),
-            "device_bytes": int(memory_bytes(config, case, group)),
-            "predicted_us": times[group],
-            "others_us": {
-                f"{each.context} x {each.tensor}": round(us, 1) for each, us in times.items() if each != group
-            },
-            "decides": max(parts, key=parts.__getitem__),
-            "parts_us": {part: round(us, 1) for part, us in parts.items()},
-        }
-        row["tokens_per_second"] = case.requests / row["predicted_us"] * 1e6
-        alone = alone or row["tokens_per_second"] / devices
-        row["efficiency"] = row["tokens_per_second"] / devices / alone
-        yield row
-        if devices <= machine.gpus_per_host and (best is None or row["predicted_us"] < best["predicted_us"]):
-            best = row
-    for gpus in REPLICATED if best else ():
-        data = gpus // best["gpus"]
-        name = f"{model}, {data} x {case.name}, {gpus} GPUs"
-        changed = {"name": name, "variant": "groups", "gpus": gpus, "data": data}
-        kept = {field: value for field, value in best.items() if field not in ("parts_us", "others_us")}
-        yield kept | changed | {"tokens_per_second": data * best["tokens_per_second"]}
-
-
-# ---------------------------------------------------------------------- measurements
-
-
 def cut_to_fit(config: DecoderConfig, cases: list[SharedDocument]) -> DecoderConfig:
     """Leave out layers until one GPU holds the rest: weights, another half of them on their way, and the largest KV."""
 
@@ -241,7 +129,7 @@ def measure_all(
 
     The first mesh is the one that the logits of the others are held to.
     """
-    machine, costs = machine_here(), costs_of_one_gpu()
+    machine, costs = machine_here(), costs_of_an_h200()
     yield from measure_steps(config, meshes, cases, data)
     whole_heads = [group for group in meshes if group.tensor <= config.num_kv_heads]
     for case, group in tqdm(list(product(roots, whole_heads))):
@@ -264,7 +152,7 @@ def measure_steps(
     """
     if not cases:
         return
-    machine, costs = machine_here(), costs_of_one_gpu()
+    machine, costs = machine_here(), costs_of_an_h200()
     model, references = random_decoder(config, progress=True), dict[SharedDocument, np.ndarray]()
     for case, group in tqdm(list(product(cases, meshes))):
         expected = sum(step_us(config, case, group, machine, costs).values())

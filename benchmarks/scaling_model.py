@@ -4,8 +4,8 @@
     step      weights and KV read once, arithmetic that reading does not hide, exchanges, a fixed time for each layer
 
 Rates are those of benchmarks.ceilings. `calibrated` fits what a step takes beyond them to rows that benchmarks.decoding
-measured on one GPU. The latency of an exchange is assumed until it is measured (`Link`). Devices of the axis "context"
-are next to each other, so that it is inside of a host unless it has more devices than a host.
+measured on one GPU, and `with_meetings` what devices wait for each other to rows of several. Devices of the axis
+"context" are next to each other, so that it is inside of a host unless it has more devices than a host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -36,14 +36,16 @@ TILE_ROWS = 64
 
 
 class Link(NamedTuple):
-    """The way between two GPUs: published rates, and latencies that are assumed until measured."""
+    """The way between two GPUs."""
 
     bytes_per_us: float  # each way
-    latency_us: float  # of an exchange, whatever its size
+    latency_us: float  # of an exchange by itself, whatever its size
 
 
-NVLINK = Link(450e3, 10.0)
-INFINIBAND = Link(50e3, 30.0)  # a port of 400 Gbit/s for each GPU
+#: As gathers of logits and small exchanges were measured.
+NVLINK = Link(270e3, 12.0)
+#: Assumed: the published rate of a port of 400 Gbit/s for each GPU, and a latency.
+INFINIBAND = Link(50e3, 30.0)
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def exchange_us(exchange: Exchange, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step on one GPU takes beyond reading at the ceiling."""
+    """What a step takes beyond reading at the ceiling; the last two on several GPUs only."""
 
     attention_layer_us: float  # a layer's call, beyond reading or arithmetic, whichever takes longer
     attention_flops_factor: float  # attention's arithmetic, over what it takes at the ceiling
@@ -174,6 +176,12 @@ class Costs:
     products_flops_factor: float  # what shows of their arithmetic beside reading, over what it takes at the ceiling
     other_layer_us: float  # norms, rotation, storing K and V, gaps between kernels
     other_value_us: float  # the same, for each hidden value of each request, in a layer
+    meeting_us: float = 0.0  # of an exchange beyond its own time, since devices wait for each other
+    meeting_doubling_us: float = 0.0  # the same, for every time that two devices are doubled
+
+    def meeting(self, devices: int) -> float:
+        """Return what a step waits at an exchange of so many devices."""
+        return self.meeting_us + self.meeting_doubling_us * math.log2(devices / 2)
 
 
 def calibrated(rows: Sequence[dict], config: DecoderConfig, machine: Machine) -> Costs:
@@ -203,6 +211,32 @@ def calibrated(rows: Sequence[dict], config: DecoderConfig, machine: Machine) ->
     )
 
 
+def with_meetings(hosts: Sequence[Sequence[dict]], machine: Machine, costs: Costs) -> Costs:
+    """Fit what devices wait for each other to rows of steps by `benchmarks.scaling`, of one GPU and several of a host.
+
+    What the model says of a case on one GPU need not be right: its share of a step on several is corrected by that.
+    """
+    waits, doublings = [], []
+    alone = [{case_of(row): row["wall_us"] for row in rows if row["gpus"] == 1} for rows in hosts]
+    for host, row in ((host, row) for host, rows in enumerate(hosts) for row in rows if row["gpus"] > 1):
+        config, case, group = config_of(row), case_of(row), Parallel(row["tensor"], row["context"])
+        parts, one = (step_us(config, case, each, machine, costs) for each in (group, ALONE))
+        exchanged = parts.pop("exchanges")
+        right = alone[host][case] / math.fsum(one.values())
+        listed = exchanges(config, case.requests, group)
+        times = sum(each.times for each in listed)
+        waits.append((row["wall_us"] - exchanged - right * math.fsum(parts.values())) / times)
+        doublings.append(sum(each.times * math.log2(each.devices / 2) for each in listed) / times)
+    meeting, doubling = _line(1, doublings, waits)
+    return replace(costs, meeting_us=meeting, meeting_doubling_us=doubling)
+
+
+def config_of(row: dict) -> DecoderConfig:
+    """Return the model of a row, with the layers that it kept."""
+    config = PLAIN_MODELS[row["model"]]
+    return replace(config, num_layers=row.get("layers", config.num_layers))
+
+
 def case_of(row: dict) -> SharedDocument:
     """Return the requests and the document of a row."""
     return SharedDocument(row["document_tokens"], row["requests"], row["own_tokens"])
@@ -230,15 +264,15 @@ def step_us(
     config: DecoderConfig, case: SharedDocument, parallel: Parallel, machine: Machine, costs: Costs
 ) -> dict[str, float]:
     """Return the parts of a step, in microseconds; their sum is its time."""
-    each, layers = work(config, case, parallel), config.num_layers
-    attention, attending = attention_us(each, machine, costs)
+    done, layers = work(config, case, parallel), config.num_layers
+    attention, attending = attention_us(done, machine, costs)
     fixed = layers * (costs.attention_layer_us + costs.products_layer_us + costs.other_layer_us)
     listed = exchanges(config, case.requests, parallel)
     return {
         attention: attending,
-        "reading weights": each.weight_bytes / machine.rates.read_bytes_per_us,
-        "arithmetic of products": costs.products_flops_factor * each.product_flops / machine.rates.flops_per_us,
-        "exchanges": sum(exchange.times * exchange_us(exchange, machine) for exchange in listed),
+        "reading weights": done.weight_bytes / machine.rates.read_bytes_per_us,
+        "arithmetic of products": costs.products_flops_factor * done.product_flops / machine.rates.flops_per_us,
+        "exchanges": sum(each.times * (exchange_us(each, machine) + costs.meeting(each.devices)) for each in listed),
         "other work on rows": costs.other_value_us
         * layers
         * case.requests
