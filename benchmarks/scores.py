@@ -24,7 +24,7 @@ from benchmarks.attention import bounds
 from benchmarks.ceilings import ceilings
 from benchmarks.inputs import MIN_BLOCKS, MIN_CONTEXT, Inputs, Layout, check, make_inputs, padded_slots
 from benchmarks.report import conclude
-from benchmarks.rows import attempt, collect, conditions
+from benchmarks.rows import collect, conditions, found_or_measured, measured_before
 from benchmarks.timing import command, kernel_time, parse
 from benchmarks.turns import GPU, compiled_once
 from benchmarks.workloads import PAPER, PROBE, Workload
@@ -54,7 +54,7 @@ VARIANTS = {
 
 def main() -> None:
     """Measure the probes and the paper's sweeps."""
-    parser = command(__doc__)
+    parser = command(__doc__, resumes=True)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--heads", default="32/8", help="q heads / kv heads")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -62,24 +62,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="the probes only")
     arguments = parse(parser)
-    rows = collect(measure_all(PROBE if arguments.quick else PROBE + PAPER, arguments), arguments.json)
+    before = measured_before(arguments.json, arguments.resume)
+    rows = collect(measure_all(PROBE if arguments.quick else PROBE + PAPER, arguments, before), arguments.json)
     conclude("scores", rows, arguments.json, [f"{row['name']}, {row['variant']}" for row in rows if "error" in row])
 
 
-def measure_all(workloads: Sequence[Workload], arguments: argparse.Namespace) -> Iterator[dict]:
-    """Yield a row for every variant on every forest; one that fails says why, and does not end it."""
+def measure_all(workloads: Sequence[Workload], arguments: argparse.Namespace, before: list[dict]) -> Iterator[dict]:
+    """Yield a row for every variant on every forest; one that fails says why, and does not end it.
+
+    What is among the rows measured `before` stays as it is.
+    """
     layout = Layout(*map(int, arguments.heads.split("/")), arguments.head_dim)
     for workload in tqdm(workloads):
-        with GPU.taken():
-            inputs = make_inputs(workload, layout)
-            for name in arguments.variants:
-                variant = VARIANTS[name]
-                row = {"variant": name, "implementation": arguments.implementation} | bounds_of(
-                    workload, inputs, layout, variant
-                )
-                measured = partial(measure, inputs, layout, variant, arguments.implementation, arguments.repeats)
-                dtype = {"dtype": jnp.dtype(variant.kv_dtype).name}
-                yield row | attempt(measured, "kernel_us", "error") | conditions(layout) | dtype
+        inputs = cache(partial(make_inputs, workload, layout))
+        for name in arguments.variants:
+            variant = VARIANTS[name]
+            known = {"name": workload.name, "variant": name, "implementation": arguments.implementation}
+            known |= conditions(layout) | {"dtype": jnp.dtype(variant.kv_dtype).name}
+            measured = partial(measure, workload, inputs, layout, variant, arguments.implementation, arguments.repeats)
+            with GPU.taken():
+                yield found_or_measured(before, known, measured)
 
 
 def bounds_of(workload: Workload, inputs: Inputs, layout: Layout, variant: Variant) -> dict:
@@ -99,8 +101,17 @@ def bounds_of(workload: Workload, inputs: Inputs, layout: Layout, variant: Varia
     return plain | {"unique_tokens": unique, "total_tokens": total, "unique_bytes": size, "roofline_us": roofline}
 
 
-def measure(inputs: Inputs, layout: Layout, variant: Variant, implementation: str, repeats: int) -> dict:
+def measure(
+    workload: Workload,
+    drawn: Callable[[], Inputs],
+    layout: Layout,
+    variant: Variant,
+    implementation: str,
+    repeats: int,
+) -> dict:
     """Check a variant and time its kernels."""
+    inputs = drawn()
+    found = bounds_of(workload, inputs, layout, variant)
     pages = (inputs.key_pages, inputs.value_pages)
     if variant.kv_dtype != jnp.bfloat16:
         pages = tuple(_converted(array, variant.kv_dtype) for array in pages)
@@ -111,7 +122,7 @@ def measure(inputs: Inputs, layout: Layout, variant: Variant, implementation: st
     attend = compiled_once(_attend_with(implementation, variant.softcap), *on_device, tuned=implementation == "xla")
     error = check(attend(*on_device), reference(inputs, variant, sinks))
     kernel_us, launches = kernel_time(lambda: attend(*on_device), repeats)
-    return {"kernel_us": kernel_us, "launches": launches, "relative_error": error}
+    return found | {"kernel_us": kernel_us, "launches": launches, "relative_error": error}
 
 
 def reference(inputs: Inputs, variant: Variant, sinks: Array | None) -> Float[np.ndarray, "B N H"]:

@@ -254,7 +254,7 @@ class CostModel:
         """Return the model for the default device: measured by the user, shipped, or else a roofline.
 
         The roofline is of the GPU's published rates, or else of an H200. Where a GPU has no table, a warning says so,
-        once. Files are read again only when they change.
+        once; not for values in keys, of which there are none. Files are read again only when they change.
 
         Args:
           layout: as in `roofline`.
@@ -271,12 +271,13 @@ class CostModel:
         for folder in (user_folder(), _SHIPPED):
             if model := _found(folder, device.device_kind, layout):
                 return model
-        # The registry of `warnings` shows a text once per process and line.
-        warnings.warn(
-            f"no measured costs for {device.device_kind} with {', '.join(layout._fields)} = {tuple(layout)}: plans are "
-            "balanced by a roofline; `python -m codec_jax.profile` measures them",
-            stacklevel=1,
-        )
+        if not values_in_keys:
+            # The registry of `warnings` shows a text once per process and line.
+            warnings.warn(
+                f"no measured costs for {device.device_kind} with {', '.join(layout._fields)} = {tuple(layout)}: plans "
+                "are balanced by a roofline; `python -m codec_jax.profile` measures them",
+                stacklevel=1,
+            )
         rates = published_rates(device.device_kind)
         return _roofline(layout, layout.head_dim, values_in_keys, rates, device.core_count)
 

@@ -19,7 +19,7 @@ def test_every_variant_is_measured_and_shown_beside_the_plain_one(monkeypatch: p
     monkeypatch.setattr(scores, "kernel_time", lambda call, repeats: (float(jnp.asarray(call()).size), 2))
     monkeypatch.setitem(VARIANTS, "window 1024", Variant(window=100))
     asked = Namespace(variants=list(VARIANTS), heads="4/2", head_dim=64, implementation="xla", repeats=1)
-    rows = list(scores.measure_all([WORKLOAD], asked))
+    rows = list(scores.measure_all([WORKLOAD], asked, []))
     assert [row["variant"] for row in rows] == list(VARIANTS)
     assert [row.get("error") for row in rows] == [None] * len(rows)
     assert all(row["relative_error"] < 5e-3 for row in rows)
@@ -29,6 +29,10 @@ def test_every_variant_is_measured_and_shown_beside_the_plain_one(monkeypatch: p
     assert by_name["window 1024"]["unique_tokens"] == 80 + 3 * 20
     assert by_name["window 1024"]["total_tokens"] == 300
     assert tables.score_variants(rows).count("μs") == len(rows)
+    before = [row | {"date": "earlier"} for row in rows[:2]]
+    again = list(scores.measure_all([WORKLOAD], asked, before))
+    assert again[:2] == before
+    assert [row | {"date": ""} for row in again[2:]] == [row | {"date": ""} for row in rows[2:]]
 
 
 @pytest.mark.parametrize("variant", [Variant(softcap=2.0), Variant(sinks=True), Variant(window=30)], ids=str)
