@@ -9,6 +9,7 @@ import jax
 
 from codec_jax.attention.xla import XLA
 from pallas_kernels import FAMILIES, Family, Heads, Scores
+from pallas_kernels.compat import LINKS_KERNELS
 from pallas_kernels.plan_format import PlanArrays
 
 #: Best first.
@@ -25,8 +26,8 @@ def check_name(implementation: Any) -> None:
 def choose(implementation: Any, heads: Heads, scores: Scores, plan: PlanArrays) -> Family:
     """Return the backend of a name, or the best one that serves the default device.
 
-    Where that is XLA on a GPU, a warning says why, once. Raises ValueError, with the reason, for a name that is none or
-    a backend that cannot serve.
+    Where that is XLA on a GPU, or kernels that JAX makes slow, a warning says why, once. Raises ValueError, with the
+    reason, for a name that is none or a backend that cannot serve.
     """
     device = jax.devices()[0]
     reasons: list[str] = []
@@ -36,10 +37,16 @@ def choose(implementation: Any, heads: Heads, scores: Scores, plan: PlanArrays) 
             continue
         reason = backend.why_not(heads, device, scores, plan)
         if reason is None:
+            # The registry of `warnings` shows a text once per process and line.
             if backend is XLA and reasons and device.platform == "gpu":
-                # The registry of `warnings` shows a text once per process and line.
                 warnings.warn(
                     f"attention runs on the xla path, which is correct but slow on a GPU; {'; '.join(reasons)}",
+                    stacklevel=1,
+                )
+            if backend is not XLA and LINKS_KERNELS and device.platform == "gpu":
+                warnings.warn(
+                    f"jax: expected a version before 0.12, got {jax.__version__}, which compiles the kernels to be "
+                    "linked and leaves them too few registers, so that they are slow; install 'jax[cuda13]<0.12'",
                     stacklevel=1,
                 )
             return backend

@@ -1,6 +1,7 @@
 """The kernels for GPUs since Ampere on any machine: interpreted, lowered for CUDA, and what they refuse."""
 
 import re
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -364,6 +365,22 @@ def test_a_plan_is_cut_for_the_device_that_it_is_made_on(monkeypatch: pytest.Mon
     assert backends.choose(None, AllHeads(8, 2, 128, 128), Scores(1.0), invariant.arrays) is AMPERE
     narrow = plan.cost_model.kv_us(False, 1000, cached=False)
     assert narrow == pytest.approx(4 * 128 * 1000 * 108 / (0.94 * 2.039e6))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_jax_that_makes_kernels_slow_is_warned_of(monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    gpu = device("8.0")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(backends, "LINKS_KERNELS", links)
+    tiling, forest = AMPERE.tiling(AllHeads(8, 2, 128, 128), gpu), Forest.from_nodes([-1], [40], [0])
+    sizes = {"tile_rows": tiling.tile_rows, "lanes": tiling.lanes, "block_tokens": tiling.block_tokens[0]}
+    plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=128, num_ctas=4, **sizes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert backends.choose(None, AllHeads(8, 2, 128, 128), Scores(1.0), plan.arrays) is AMPERE
+        xla = backends.choose("xla", AllHeads(8, 2, 128, 128), Scores(1.0), plan.arrays)
+    assert xla is XLA
+    assert [str(each.message).startswith("jax: expected a version before 0.12") for each in caught] == [True] * links
 
 
 def test_without_kernels_the_xla_path_serves_and_a_warning_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
