@@ -211,10 +211,10 @@ def score_variants(rows: list[dict]) -> str:
 
 def latent_forms(rows: list[dict]) -> str:
     """Show attention over latents and over K and V of what is shared, which is chosen, and FlashInfer's."""
-    reconstructed = {(row["heads"], row["name"]): row for row in rows if "chosen_pages" in row}
+    by_heads = {(row["variant"].partition(",")[0], row["name"]): row for row in rows if "chosen_pages" in row}
 
     def other(row: dict) -> dict:
-        return {} if "float8" in row["variant"] else reconstructed.get((row["heads"], row["name"]), {})
+        return by_heads.get((row["variant"], row["name"]), {})
 
     def chosen(row: dict) -> str:
         form, of = ("K and V", other(row)) if other(row).get("chosen_pages") else ("latents", row)
@@ -367,7 +367,7 @@ def scaling(rows: list[dict]) -> str:
 
 def scaling_measured(rows: list[dict]) -> str:
     """Show steps and attention on meshes, how many times as fast as on one GPU, and what exchanges take."""
-    parts = []
+    parts, rows = [], [{"data": 1} | row for row in rows]  # earlier rows do not say so
     for variant, what, unit, digits in (
         ("step", "a step in ms", 1e3, 2),
         ("attention", "attention of a layer in μs", 1, 1),
@@ -376,11 +376,9 @@ def scaling_measured(rows: list[dict]) -> str:
             row
             | {
                 "case": f"{row['model']}, " + f"{row['layers']} layers, " * (variant == "step") + _case(row),
-                "of": f"{count} of " * (count > 1) + f"{row['context']} x {row['tensor']}",
-                "data": count,
+                "of": f"{row['data']} of " * (row["data"] > 1) + f"{row['context']} x {row['tensor']}",
             }
             for row in rows
-            for count in (row.get("data", 1),)
             if row["variant"] == variant
         ]
         alone = {row["case"]: row["wall_us"] for row in chosen if row["gpus"] == 1}
