@@ -20,6 +20,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from codec_jax import checks
@@ -112,7 +113,7 @@ def latent_attention(
             raise PlanError(f"{name}: expected a plan of some of the pages, got one of all; make it with subset=")
     attended, residuals = of_latents(return_residuals=True)
     left = Partial(_values(attended, up_value), *residuals)
-    query = jnp.concatenate([query_nope, query_rope.astype(query_nope.dtype)], axis=-1).astype(pages.key.dtype)
+    query = of_heads(query_nope, query_rope, pages.key.dtype)
     attended, residuals = attend(query, pages.key, pages.value, plan=reconstructed.plan, return_residuals=True)
     return por(left, Partial(attended.astype(jnp.float32), *residuals)).out.astype(query_nope.dtype)
 
@@ -135,6 +136,13 @@ def absorbed(
     return jnp.concatenate([_product("btnd,lnd->btnl", query_nope, up_key), query_rope.astype(jnp.float32)], axis=-1)
 
 
+def of_heads(
+    query_nope: Float[Array, "B T N nope"], query_rope: Float[Array, "B T N rope"], dtype: DTypeLike
+) -> Float[Array, "B T N nope+rope"]:
+    """Return the queries of K and V that were reconstructed in a dtype, in that dtype."""
+    return _within(jnp.concatenate([query_nope, query_rope.astype(query_nope.dtype)], axis=-1), dtype)
+
+
 def expanded(attended: Float[Array, "B T N values"], up_value: Float[Array, "L N V"]) -> Float[Array, "B T N V"]:
     """Return the values of what attention over latent pages gives, whose first L numbers are meant; float32."""
     return _product("btnl,lnv->btnv", attended[..., : up_value.shape[0]], up_value)
@@ -144,6 +152,7 @@ def reconstruct(
     latent_pages: Float[Array, "num_pages page_size 1 L+rope"],
     up_key: Float[Array, "L N nope"],
     up_value: Float[Array, "L N V"],
+    dtype: DTypeLike | None = None,
 ) -> KVPages:
     """Return K and V of every head over the same pages, or over some of them. Jittable.
 
@@ -153,6 +162,8 @@ def reconstruct(
     Args:
       latent_pages, up_key, up_value: as in `latent_attention`; of a `PageSubset`, latent_pages[subset.page_ids], and
         of `LatentPages` what `rows` gives for these.
+      dtype: of K and V; defaults to `reconstructed_dtype` of the latents'. What is larger than its largest number
+        becomes that.
 
     Raises ValueError for shapes that do not fit.
 
@@ -166,10 +177,26 @@ def reconstruct(
     latent, _, _ = _check_weights(LatentPages(latent_pages), up_key, up_value)
     rope = latent_pages.shape[3] - latent
     latents, rotated = latent_pages[..., 0, :latent], latent_pages[..., latent:]
-    key = _product("psl,lnd->psnd", latents, up_key).astype(latent_pages.dtype)
-    value = finite(_product("psl,lnv->psnv", latents, up_value), latent_pages.dtype)
-    shared = jnp.broadcast_to(rotated, (*key.shape[:3], rope))
+    dtype = reconstructed_dtype(latent_pages.dtype) if dtype is None else dtype
+    key = _within(_product("psl,lnd->psnd", latents, up_key), dtype)
+    value = finite(_within(_product("psl,lnv->psnv", latents, up_value), dtype), dtype)
+    shared = jnp.broadcast_to(_within(rotated, dtype), (*key.shape[:3], rope))
     return KVPages(jnp.concatenate([key, shared], axis=-1), value)
+
+
+def reconstructed_dtype(latents: DTypeLike) -> jnp.dtype:
+    """Return the dtype in which K and V lose least for their bytes: float16 where latents are bfloat16.
+
+    K and V are sums of products, of which bfloat16 keeps 8 bits and float16 11, as of the weights of V. Tensor cores
+    multiply both at one rate, and K and V of models are far from the end of float16's range.
+    """
+    return jnp.dtype(jnp.float16 if jnp.dtype(latents) == jnp.bfloat16 else latents)
+
+
+def _within(x: Array, dtype: DTypeLike) -> Array:
+    """Return numbers in a dtype, of those out of its range the largest that it has; NaN stays as it is."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(dtype), -largest, largest)  # bfloat16 has no bound as small as 65504
 
 
 def _product(equation: str, left: Array, right: Array) -> Array:

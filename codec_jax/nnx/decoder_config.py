@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from codec_jax import checks
+from codec_jax.attention.latent import reconstructed_dtype
 from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
 from codec_jax.forest.latent_pages import SCALED_TOGETHER
 from codec_jax.nnx.rope import RopeScaling
@@ -238,7 +239,7 @@ class DecoderConfig:
     @property
     def reconstructed_dtype(self) -> jnp.dtype:
         """The dtype of K and V that are kept beside latents."""
-        return self.cache_dtype if self.cache_dtype.itemsize > 1 else jnp.dtype(self.dtype)
+        return reconstructed_dtype(self.cache_dtype if self.cache_dtype.itemsize > 1 else self.dtype)
 
     @property
     def query_key_value_sizes(self) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from codec_jax.attention.latent import absorbed, expanded, reconstruct
+from codec_jax.attention.latent import absorbed, expanded, of_heads, reconstruct
 from codec_jax.forest import LatentPages
 from codec_jax.nnx.batch import Attend, ByHeads, Scoring
 from codec_jax.nnx.decoder_config import DecoderConfig
@@ -75,7 +75,7 @@ class MultiHeadLatentAttention(nnx.Module):
         Returns [B, T, D].
         """
         query_nope, query_rope, rows = self._project(x, positions)
-        heads = reconstruct(rows, self.up_key[...], self.up_value[...])  # a sequence is one page
+        heads = reconstruct(rows, self.up_key[...], self.up_value[...], rows.dtype)  # a sequence is one page
         query, value_dim = jnp.concatenate([query_nope, query_rope], axis=-1), self.latent.value_dim
         columns = max(query.shape[3], value_dim)  # of all, as `jax.nn.dot_product_attention` wants it
         query, key, value = (
@@ -116,8 +116,8 @@ class MultiHeadLatentAttention(nnx.Module):
         if kept is None:
             values = self._values(attend(query, pages, self._scoring()))
         else:
-            of_heads = jnp.concatenate([query_nope, query_rope], axis=-1).astype(kept.key.dtype)
-            values = attend(query, pages, self._scoring(), ByHeads(of_heads, kept, self._values))
+            by_heads = ByHeads(of_heads(query_nope, query_rope, kept.key.dtype), kept, self._values)
+            values = attend(query, pages, self._scoring(), by_heads)
         return self._merge(values.astype(x.dtype)), pages
 
     def reconstruct(
@@ -132,7 +132,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         assert pages.reconstructed is not None
         kept = pages.reconstructed
-        new = reconstruct(pages.rows(page_ids).astype(kept.key.dtype), self.up_key[...], self.up_value[...])
+        new = reconstruct(pages.rows(page_ids), self.up_key[...], self.up_value[...], kept.key.dtype)
         kept = jax.tree.map(lambda x, rows: x.at[places].set(rows, mode="drop"), kept, new)
         return replace(pages, reconstructed=kept)
 

@@ -159,8 +159,6 @@ def test_half_precision_is_exact_up_to_the_rounding_of_the_output() -> None:
     out = absorb(*given, forest, sizes.plan(forest))
     chex.assert_type(out, jnp.bfloat16)
     assert_close(out, attend_each(given, SECTIONS), 2 * 2**-8)
-    pages = reconstruct(*given[2:])
-    chex.assert_type([pages.key, pages.value], jnp.bfloat16)
 
 
 def test_values_of_float32_sums_keep_what_bfloat16_weights_leave_of_them() -> None:
@@ -242,6 +240,32 @@ def test_reconstructed_values_are_finite() -> None:
     latents = jnp.full((1, PAGE, 1, 32), 300.0, jnp.float16)
     pages = reconstruct(latents, jnp.ones((32, 4, 16)), jnp.full((32, 4, 16), 300.0))
     assert np.isfinite(pages.value).all()
+
+
+@pytest.mark.parametrize(("dtype", "ulp"), [(None, 2.0**-10), (jnp.float16, 2.0**-10), (jnp.bfloat16, 2.0**-7)])
+def test_k_and_v_of_bfloat16_latents_are_rounded_once_to_float16_unless_told(dtype: Any, ulp: float) -> None:
+    given = arrays(Sizes(), dtype=jnp.bfloat16)
+    pages = jax.jit(partial(reconstruct, dtype=dtype))(*given[2:])
+    latents, up_key, up_value = (np.asarray(x.astype(jnp.float32), np.float64) for x in given[2:])
+    size = up_key.shape[0]
+    rotated = np.broadcast_to(latents[..., size:], (*latents.shape[:2], up_key.shape[1], latents.shape[3] - size))
+    key = np.concatenate([np.einsum("pskl,lnd->psnd", latents[..., :size], up_key), rotated], axis=-1)
+    value = np.einsum("pskl,lnv->psnv", latents[..., :size], up_value)
+    for got, exact in ((pages.key, key), (pages.value, value)):
+        assert got.dtype == (dtype or jnp.float16)
+        assert_close(got, exact, ulp / 2 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_k_and_v_out_of_range_are_as_large_as_their_dtype_has_them(dtype: Any) -> None:
+    sign = np.array([1, -1])
+    latents = jnp.full((1, PAGE, 1, 33), 1e30, jnp.bfloat16)  # 32 numbers and one that is rotated
+    weights = jnp.asarray(np.broadcast_to(1e20 * sign[:, None], (32, 2, 16)), jnp.bfloat16)
+    pages = reconstruct(latents, weights, weights, dtype)
+    largest = float(jnp.finfo(dtype).max)
+    np.testing.assert_array_equal(pages.value[0, 0, :, 0].astype(jnp.float32), sign * largest)
+    np.testing.assert_array_equal(pages.key[0, 0, :, 0].astype(jnp.float32), sign * largest)
+    assert np.isfinite(pages.key.astype(jnp.float32)).all()
 
 
 def test_latents_of_one_byte_a_number_are_attended_as_what_they_hold() -> None:

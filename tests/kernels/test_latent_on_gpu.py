@@ -115,7 +115,10 @@ def test_latent_attention_by_name_is_that_of_the_xla_path(dtype: Any) -> None:
     [(Heads(16, 16, 192, 128), 1, 16), (Heads(128, 128, 192, 128), 1, 64), (Heads(8, 8, 192, 128), 33, 8)],
     ids=str,
 )
-def test_heads_of_reconstructed_latents_equal_dense_attention(heads: Heads, query_tokens: int, page_size: int) -> None:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_heads_of_reconstructed_latents_equal_dense_attention(
+    heads: Heads, query_tokens: int, page_size: int, dtype: Any
+) -> None:
     """On scattered pages, with free request slots, and with requests shorter than the query."""
 
     @settings(max_examples=10)
@@ -124,19 +127,20 @@ def test_heads_of_reconstructed_latents_equal_dense_attention(heads: Heads, quer
         forest = grown(tree, page_size, seed, request_capacity=10)
         if forest.request_length.any():
             plan = plan_of(forest, heads, query_tokens=query_tokens)
-            check(Arrays.random(forest, heads, jnp.bfloat16, seed, query_tokens), forest, plan)
+            check(Arrays.random(forest, heads, dtype, seed, query_tokens), forest, plan)
 
     check_one()
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("requests", [45, 150])
-def test_heads_of_reconstructed_latents_over_a_root_that_many_tiles_share(requests: int) -> None:
+def test_heads_of_reconstructed_latents_over_a_root_that_many_tiles_share(requests: int, dtype: Any) -> None:
     """In segments of one tile and of two."""
     heads, lengths = Heads(16, 16, 192, 128), np.random.default_rng(0).integers(0, 150, requests)
     forest = Forest.from_nodes([-1] + [0] * requests, [9000, *lengths], np.arange(requests) + 1)
     plan = plan_of(forest, heads, block_capacity=4096)
     assert (num_wide(plan) > 0) == (requests > TILE_ROWS)
-    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=2048)
+    arrays = Arrays.random(forest, heads, dtype, 0, num_pages=2048)
     check(arrays, forest, plan, requests=(0, 1, 44, requests - 1))
 
 

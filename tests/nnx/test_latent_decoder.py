@@ -118,7 +118,7 @@ def test_a_decoder_of_deepseeks_sizes_reaches_the_kernels(monkeypatch: pytest.Mo
 
     traced = jax.jit(step).trace(weights, config.new_cache(16, 16, 4))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
-    assert of_heads == [((2, 1, 4, 192), jnp.bfloat16, (4, 16, 4, 192), config.scale)]
+    assert of_heads == [((2, 1, 4, 192), jnp.float16, (4, 16, 4, 192), config.scale)]
 
 
 def test_bfloat16_is_close_to_float32() -> None:
