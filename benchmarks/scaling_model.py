@@ -139,13 +139,15 @@ def exchanges(config: DecoderConfig, requests: int, parallel: Parallel) -> list[
     """List the exchanges of a step; `codec_jax.nnx.parallel` says what each is for."""
     num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     size, layers = jnp.dtype(config.dtype).itemsize, config.num_layers
+    rows = math.ceil(requests / parallel.devices) * parallel.devices  # each device draws for as many
     columns = requests * (num_q_heads + 2 * num_kv_heads) * config.head_dim * size
     hidden = requests * config.hidden_size * size
     listed = [
         Exchange("all_gather", parallel.context, columns, layers),
         Exchange("all_to_all", parallel.context, partial_bytes(config, requests, parallel), layers),
         Exchange("psum", parallel.devices, hidden, 2 * layers + 1),  # after attention, after the MLP; the embedding
-        Exchange("all_gather", parallel.devices, 4 * requests * config.vocab_size, 1),  # logits, float32
+        Exchange("all_to_all", parallel.devices, rows * config.vocab_size * 4 // parallel.devices, 1),  # logits
+        Exchange("psum", parallel.devices, 4 * rows * 3, 1),  # of each token drawn three numbers
     ]
     return [each for each in listed if each.devices > 1]
 

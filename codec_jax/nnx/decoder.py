@@ -211,9 +211,24 @@ class Decoder(nnx.Module):
           hidden: [..., D], from `decode`.
           parallel: as in `decode_together`.
         """
+        return self._capped(parallel.join(self._head(hidden)))
+
+    def own_logits(self, hidden: Float[Array, "B D"], parallel: Parallel = ALONE) -> Float[Array, "b V"]:
+        """Map final hidden states to the logits of the rows that a device draws for (`Parallel.own`), float32.
+
+        Args:
+          hidden: [B, D], of all rows.
+          parallel: as in `decode_together`.
+        """
+        return self._capped(parallel.deal(self._head, hidden))
+
+    def _head(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch columns"]:
+        """Return the logits of a device's part of the vocabulary, before they are capped."""
         weights = self.embedding.embedding[...].T if self.config.tied_embeddings else self.head.kernel[...]
         # Float32 as the product leaves it, rather than rounded and converted back in a pass over the vocabulary.
-        logits = parallel.join(jnp.dot(hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32))
+        return jnp.dot(hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    def _capped(self, logits: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

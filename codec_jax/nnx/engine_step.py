@@ -88,7 +88,7 @@ def run_step(
     token = jnp.where(begins, drawing.first, carried.token)
     stopped = jnp.where(begins, False, carried.stopped)
     left = jnp.where(active & ~stopped, drawing.allowed, 0)
-    batch = left.shape[0]
+    batch, own_options = left.shape[0], parallel.own(drawing.options)
 
     def step(i: Array | int, carry: tuple, chunks: Chunks | None = None) -> tuple:
         forest, cache, token, left, stopped, history, outcome = carry
@@ -98,7 +98,9 @@ def run_step(
         if chunks is not None:
             batches.append(Batch(chunks.tokens, chunks.forest, chunks.plan, chunks.store, places=drawing.places))
         hidden, cache = model.decode_together(batches, cache, implementation=implementation, parallel=parallel)
-        new = draw(model.logits(hidden[0][:, 0], parallel), drawing.options, history, forest.request_length)
+        own_logits = model.own_logits(hidden[0][:, 0], parallel)
+        own = draw(own_logits, own_options, *parallel.own((history, forest.request_length)))
+        new = parallel.pool(own, batch)
         history = history.add(new.token, active)
         stops = active & (new.token[:, None] == drawing.options.stop_tokens).any(axis=-1)
         outcome = Outcome(

@@ -9,10 +9,16 @@ divided among all S. Attention is divided among T groups by heads, and among the
                       has
 
 Of latent attention every device computes the latents, and of the queries columns b. Of a mixture every device has some
-of the experts, and the shares of all tokens.
+of the experts, and the shares of all tokens. Tokens are drawn by rows: device b has the whole vocabulary for some
+requests, and tells the others what it drew.
+
+    hidden ─► logits of columns b ─► deal ─► logits of rows b ─► draw ─► pool
+                                     to those                    tokens  of all
+                                     rows                        of own  rows
 
 Everything here runs inside of `jax.shard_map`, under its checks. What is the same on all devices stays so: `reduce`,
-`embed` and `join` end with it. On one device every method returns what it is given, and the program has nothing of it.
+`embed`, `join`, `pool` and `whole` end with it. On one device every method returns what it is given, and the program
+has nothing of it.
 """
 
 from __future__ import annotations
@@ -20,7 +26,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -100,6 +108,49 @@ class Parallel:
         if not self.axes:
             return logits
         return lax.all_gather(logits, self.axes, axis=logits.ndim - 1, tiled=True, to="invarying")
+
+    def own(self, tree: Any) -> Any:
+        """Return the rows that this device draws tokens for, of arrays that all have; the last one may come again."""
+        if not self.axes:
+            return tree
+
+        def rows_of(x: Array) -> Array:
+            rows = self._first_row(len(x)) + jnp.arange(self._rows(len(x)))
+            return jnp.asarray(x)[jnp.minimum(rows, len(x) - 1)]
+
+        return jax.tree.map(rows_of, tree)
+
+    def deal(self, multiply: Callable[[Array], Array], hidden: Float[Array, "B D"]) -> Float[Array, "b V"]:
+        """Return the logits of the whole vocabulary for the rows that `own` has."""
+        if not self.axes:
+            return multiply(hidden)
+        missing = self._rows(len(hidden)) * self.devices - len(hidden)
+        columns = multiply(jnp.pad(hidden, ((0, missing), (0, 0))))
+        return lax.all_to_all(columns, self.axes, split_axis=0, concat_axis=1, tiled=True)
+
+    def pool(self, tree: Any, count: int) -> Any:
+        """Return all `count` rows, of which each device has its own; integers are exact up to 2**24."""
+        if not self.axes:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        rows = self._rows(count)
+        packed = jnp.concatenate([x.reshape(rows, -1).astype(jnp.float32) for x in leaves], axis=1)
+        empty = jnp.zeros((rows * self.devices, packed.shape[1]), jnp.float32)
+        # A sum of rows and zeros: XLA has a kernel of its own for it, which takes half as long as a gather.
+        everyone = self.reduce(lax.dynamic_update_slice_in_dim(empty, packed, self._first_row(count), axis=0))[:count]
+        parts = jnp.split(everyone, np.cumsum([math.prod(x.shape[1:]) for x in leaves])[:-1].tolist(), axis=1)
+        pooled = [part.reshape(count, *x.shape[1:]).astype(x.dtype) for part, x in zip(parts, leaves, strict=True)]
+        return jax.tree.unflatten(structure, pooled)
+
+    def whole(self, rows: Float[Array, "b V"], count: int) -> Float[Array, "B V"]:
+        """Return all `count` rows, of which each device has its own, as they are."""
+        return lax.all_gather(rows, self.axes, tiled=True, to="invarying")[:count] if self.axes else rows
+
+    def _rows(self, count: int) -> int:
+        return -(-count // self.devices)
+
+    def _first_row(self, count: int) -> Int[Array, ""]:
+        return lax.axis_index(self.axes) * self._rows(count)
 
     def local_slots(self, slots: Int[Array, "B T"], pages: Pages) -> Int[Array, "B T"]:
         """Number token slots from the first page that lives here; those of other devices are out of bounds."""

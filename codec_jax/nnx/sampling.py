@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt16, UInt32
 from codec_jax.arrays import HostOrDevice
 from codec_jax.nnx.params import MAX_BIASED_TOKENS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 from codec_jax.nnx.truncation import truncate
+from pallas_kernels.varying import vary_like
 
 #: No token: what fills up stop tokens and top tokens.
 NO_TOKEN = -1
@@ -188,7 +189,7 @@ def draw(
         top_tokens = lax.cond((asked > 0).any(), lambda: _most_likely(logits, asked), lambda: no_tokens)
         return draw_from(adjusted, _best(adjusted), truncated=True), top_tokens
 
-    no_tokens = jnp.full((batch, MAX_TOP_LOGPROBS), NO_TOKEN, jnp.int32)
+    no_tokens = vary_like(jnp.full((batch, MAX_TOP_LOGPROBS), NO_TOKEN, jnp.int32), logits)
     # Outside of the branches, where it shares a pass over the logits with what else needs all of them.
     best = _best(logits)
     # Random numbers for a whole vocabulary, and passes over it, are work that a step should do only where it is asked

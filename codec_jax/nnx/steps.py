@@ -48,11 +48,13 @@ def decode_loop(
     parallel: Parallel = ALONE,
 ) -> tuple:
     """Generate up to `steps` tokens for each request with tokens remaining, all on the device."""
+    batch, config, own_options = remaining.shape[0], model.config, parallel.own(options)
 
     def step(i: Array, carry: tuple) -> tuple:
-        forest, cache, hidden, logits, remaining, tokens, logprobs, broken = carry
+        forest, cache, hidden, own_logits, remaining, tokens, logprobs, broken = carry
         active = remaining > 0
-        token, logprob, *_, finite = draw(logits, options, None, forest.request_length)
+        new = draw(own_logits, own_options, None, parallel.own(forest.request_length))
+        token, logprob, finite = parallel.pool((new.token, new.logprob, new.finite), batch)
         broken |= active & ~finite
         forest = forest.extend(active.astype(jnp.int32))
         decoded, cache = model.decode(
@@ -66,19 +68,19 @@ def decode_loop(
         logprobs = logprobs.at[:, i].set(jnp.where(active, logprob, 0.0))
         stopped = (token[:, None] == options.stop_tokens).any(axis=-1)
         remaining = jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0))
-        return forest, cache, hidden, model.logits(hidden, parallel), remaining, tokens, logprobs, broken
+        return forest, cache, hidden, model.own_logits(hidden, parallel), remaining, tokens, logprobs, broken
 
-    batch, config = remaining.shape[0], model.config
     carry = (
         jax.tree.map(jnp.asarray, forest),
         cache,
         jnp.zeros((batch, config.hidden_size), config.dtype),
-        logits,
+        parallel.own(logits),
         remaining,
         jnp.full((batch, steps), -1, jnp.int32),
         jnp.zeros((batch, steps), jnp.float32),
         jnp.zeros(batch, bool),
     )
     _, cache, _, last, left, tokens, logprobs, broken = repeat(step, carry, steps, lambda carry: (carry[4] > 0).any())
+    last = parallel.whole(last, batch)
     logits = jnp.where((remaining > 0)[:, None], last, logits)  # those of the others do not follow from `hidden`
     return cache, logits, tokens, logprobs, left > 0, broken

@@ -95,9 +95,10 @@ def test_exchanges_of_a_step_by_hand() -> None:
         Exchange("all_gather", 2, 3 * 6 * 16 * 4, 2),
         Exchange("all_to_all", 2, 3 * 4 * (16 * 4 + 8), 2),
         Exchange("psum", 4, 3 * 32 * 4, 5),
-        Exchange("all_gather", 4, 3 * 64 * 4, 1),
+        Exchange("all_to_all", 4, 64 * 4, 1),  # a row of logits to each of four, one of them of no request
+        Exchange("psum", 4, 4 * 3 * 4, 1),
     ]
-    assert [each.kind for each in exchanges(TINY, 3, Parallel(tensor=2))] == ["psum", "all_gather"]
+    assert [each.kind for each in exchanges(TINY, 3, Parallel(tensor=2))] == ["psum", "all_to_all", "psum"]
     assert exchanges(TINY, 3, ALONE) == []
 
 
