@@ -23,7 +23,7 @@ from benchmarks.ceilings import CEILINGS, Ceilings
 from benchmarks.decode_step import STEPS, SharedDocument
 from codec_jax.nnx import PUBLISHED, DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.nnx.shards import check_sizes
+from codec_jax.nnx.shards import check_sizes, repeated_bytes
 
 #: Published models of which what a device reads and multiplies is counted: those without windows and mixtures.
 PLAIN_MODELS = {
@@ -103,7 +103,8 @@ def weight_bytes(config: DecoderConfig, parallel: Parallel = ALONE) -> float:
     layer = width * (query + (key + value) * copies) + query * width + 3 * width * config.mlp_size
     norms = config.num_layers * (2 * width + 2 * config.head_dim * config.qk_norm) + width
     divided = config.num_layers * layer + config.vocab_size * width
-    return jnp.dtype(config.param_dtype).itemsize * (divided / parallel.devices + norms)
+    repeated = config.num_layers * repeated_bytes(config, parallel)
+    return jnp.dtype(config.param_dtype).itemsize * (divided / parallel.devices + norms) + repeated
 
 
 def memory_bytes(config: DecoderConfig, case: SharedDocument, parallel: Parallel) -> float:
@@ -143,13 +144,13 @@ def exchanges(config: DecoderConfig, requests: int, parallel: Parallel) -> list[
     columns = requests * (num_q_heads + 2 * num_kv_heads) * config.head_dim * size
     hidden = requests * config.hidden_size * size
     listed = [
-        Exchange("all_gather", parallel.context, columns, layers),
+        Exchange("all_gather", parallel.context, columns, 0 if repeated_bytes(config, parallel) else layers),
         Exchange("all_to_all", parallel.context, partial_bytes(config, requests, parallel), layers),
         Exchange("psum", parallel.devices, hidden, 2 * layers + 1),  # after attention, after the MLP; the embedding
         Exchange("all_to_all", parallel.devices, rows * config.vocab_size * 4 // parallel.devices, 1),  # logits
         Exchange("psum", parallel.devices, 4 * rows * 3, 1),  # of each token drawn three numbers
     ]
-    return [each for each in listed if each.devices > 1]
+    return [each for each in listed if each.devices > 1 and each.times]
 
 
 def partial_bytes(config: DecoderConfig, requests: int, parallel: Parallel) -> int:

@@ -15,6 +15,7 @@ from codec_jax.nnx.kept import SHARE, pays
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.prefill import MAX_CHUNK_TOKENS
 from codec_jax.nnx.scheduler import PREFILL_TOKENS, STEPS
+from codec_jax.nnx.shards import repeated_bytes
 
 #: Of the memory that is free, what KV pages may take; the rest is for activations.
 KV_SHARE = 0.8
@@ -133,7 +134,9 @@ def pages_that_fit(
         devices = jax.devices()[:1] if mesh is None else mesh.local_devices
         memory = [stats for device in devices if (stats := device.memory_stats()) is not None]
         free = min((stats["bytes_limit"] - stats["bytes_in_use"] for stats in memory), default=None)
-        gib = DEFAULT_KV_GIB if free is None else KV_SHARE * (free - weights_to_come / parallel.devices) / 2**30
+        repeated = config.num_layers * repeated_bytes(config, parallel) if weights_to_come else 0
+        to_come = weights_to_come / parallel.devices + repeated
+        gib = DEFAULT_KV_GIB if free is None else KV_SHARE * (free - to_come) / 2**30
     _, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     page = page_size * config.kv_token_bytes * num_kv_heads // config.num_kv_heads
     if pays(config, parallel, max_requests):

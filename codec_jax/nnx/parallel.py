@@ -1,7 +1,9 @@
 """How a decoder is divided among the devices of a mesh, and all that they tell each other while it decodes.
 
 Device (c, t) of the axes "context" and "tensor" has the number b = t C + c among S = T C. Every product with weights is
-divided among all S. Attention is divided among T groups by heads, and among the C devices of a group by pages.
+divided among all S, but for that of queries, keys and values where its weights are so few that all C devices of a group
+compute what a gather would bring. Attention is divided among T groups by heads, and among the C devices of a group by
+pages.
 
     x ─► columns b ─► gather ─► K, V to the pages ─► attend ─► merge ─► rows b ─► reduce ─► + x
                       all that  that live here       to those  heads b
@@ -68,8 +70,11 @@ class Parallel:
         return num_q_heads // self.tensor, max(num_kv_heads // self.tensor, 1)
 
     def gather(self, columns: Float[Array, "B T columns"], sizes: Sequence[int]) -> Float[Array, "B T all"]:
-        """Join what the devices of a group computed of each part of a product; the parts then have these sizes."""
-        if self.context == 1:
+        """Join what the devices of a group computed of each part of a product; the parts then have these sizes.
+
+        Where each computed all columns (`shards.repeated_bytes`), nothing is to be joined.
+        """
+        if columns.shape[2] == sum(sizes):
             return columns
         blocks = lax.all_gather(columns, CONTEXT, axis=2, to="invarying")
         ends = np.cumsum(sizes)[:-1] // self.context

@@ -52,6 +52,22 @@ _DIVIDED: dict[str, tuple[int, Callable[[Any], tuple[int, ...]]]] = {
 }
 
 
+#: Reading so many bytes of weights takes less time than a gather, whatever its size, and what waits for it.
+_BYTES_OF_A_GATHER = 64 << 20
+
+
+def repeated_bytes(config: DecoderConfig, parallel: Parallel) -> int:
+    """Return the bytes of a layer's weights that a device has beyond its part, 0 if it has no others.
+
+    Where they are few all devices of a group compute all its queries, keys and values, rather than gather columns.
+    """
+    num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+    columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
+    size = config.hidden_size * columns * jnp.dtype(config.param_dtype).itemsize
+    more = size - size // parallel.context
+    return more if config.latent is None and more <= _BYTES_OF_A_GATHER else 0
+
+
 class Cut(NamedTuple):
     """How one parameter is divided: the block of a device has one run of each part."""
 
@@ -59,29 +75,32 @@ class Cut(NamedTuple):
     sizes: tuple[int, ...]  # of the parts
     copies: tuple[int, ...]  # how many groups of devices have the same of a part: more than one for shared kv heads
     parallel: Parallel
+    divisions: int  # of a group's run among its devices: 1 where all have the whole of it
 
     @classmethod
     def of(cls, config: DecoderConfig, parallel: Parallel, path: str, shape: tuple[int, ...]) -> Cut:
         """Look a parameter up by its dotted path."""
         name = re.sub(r"^blocks\.\d+\.", "", path)
         if name not in _DIVIDED or parallel.devices == 1:
-            return cls(0, shape[:1], (1,), ALONE)
+            return cls(0, shape[:1], (1,), ALONE, 1)
         axis, sizes_of = _DIVIDED[name]
         sizes, shared = sizes_of(config), max(parallel.tensor // config.num_kv_heads, 1)
-        copies = (1, shared, shared) if name.startswith("attention.query_key_value.") else (1,) * len(sizes)
-        return cls(axis, sizes, copies, parallel)
+        if not name.startswith("attention.query_key_value."):
+            return cls(axis, sizes, (1,) * len(sizes), parallel, parallel.context)
+        divisions = 1 if repeated_bytes(config, parallel) else parallel.context
+        return cls(axis, sizes, (1, shared, shared), parallel, divisions)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Return the size of each run."""
         parts = zip(self.sizes, self.copies, strict=True)
-        return tuple(size * copies // self.parallel.devices for size, copies in parts)
+        return tuple(size * copies // (self.parallel.tensor * self.divisions) for size, copies in parts)
 
     def starts(self, device: Any) -> tuple[Any, ...]:
         """Return where each run of a device begins in its part."""
-        context = self.parallel.context
+        context, divisions = self.parallel.context, self.divisions
         return tuple(
-            (device // (context * copies) * context + device % context) * width
+            (device // (context * copies) * divisions + device % divisions) * width
             for width, copies in zip(self.widths, self.copies, strict=True)
         )
 
@@ -168,7 +187,7 @@ def check_sizes(config: DecoderConfig, parallel: Parallel) -> None:
     if config.mixture is not None:
         divided["num_experts"] = config.mixture.num_experts, devices
         divided["shared_size"] = config.mixture.shared_size or 0, devices
-    if config.latent is None:
+    if config.latent is None and not repeated_bytes(config, parallel):
         _, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
         divided["columns of the kv heads of a group"] = num_kv_heads * config.head_dim, context
     for name, (size, parts) in divided.items():

@@ -28,6 +28,7 @@ from codec_jax.nnx import (
     SamplingParams,
     open_checkpoint,
     random_decoder,
+    shards,
 )
 from codec_jax.nnx.memory import pages_that_fit
 
@@ -71,8 +72,12 @@ def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def shared(whole: Dense, sizes: tuple[int, int]) -> Engine:
-    return make_engine(whole.model, mesh=mesh_of(*sizes), num_pages=PAGES, max_requests=4, prefill_tokens=128)
+def shared(whole: Dense, sizes: tuple[int, int]) -> Iterator[Engine]:
+    """Of 4 x 2 devices each computes a part of the columns of its group, as with weights too large to be repeated."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sizes == (4, 2):
+            patch.setattr(shards, "_BYTES_OF_A_GATHER", 0)
+        yield make_engine(whole.model, mesh=mesh_of(*sizes), num_pages=PAGES, max_requests=4, prefill_tokens=128)
 
 
 @pytest.fixture
@@ -196,8 +201,12 @@ NORMS = {
 }
 
 
-def block_of(tensors: dict[str, np.ndarray], path: str, c: int, t: int, context: int, tensor: int) -> np.ndarray:
+def block_of(
+    tensors: dict[str, np.ndarray], path: str, c: int, t: int, context: int, tensor: int, repeated: bool
+) -> np.ndarray:
     """What device (c, t) is to have of a parameter, from the definition."""
+    if repeated and "query_key_value" in path:
+        c, context = 0, 1  # as if it were alone in its group
     number, devices = t * context + c, tensor * context
 
     def rows(name: str) -> np.ndarray:
@@ -232,11 +241,16 @@ def block_of(tensors: dict[str, np.ndarray], path: str, c: int, t: int, context:
     return tensors[f"{layer}{NORMS[name]}.weight"]
 
 
-@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("context", "tensor", "repeated"),
+    [(1, 1, True), (2, 2, True), (2, 2, False), (1, 4, True), (4, 1, True), (4, 1, False)],
+)
 @pytest.mark.parametrize("config", [QWEN3, LLAMA, QWEN2], ids=["tied", "untied", "biases"])
 def test_a_checkpoint_is_read_to_the_devices_that_keep_it(
-    tmp_path: Path, config: dict, context: int, tensor: int
+    tmp_path: Path, config: dict, context: int, tensor: int, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not repeated:
+        monkeypatch.setattr(shards, "_BYTES_OF_A_GATHER", 0)
     tensors, mesh = tensors_of(config), mesh_of(context, tensor)
     checkpoint = open_checkpoint(write(tmp_path, config, tensors, shards=2))
     loaded = checkpoint.load(jnp.float32, mesh=mesh)
@@ -248,12 +262,19 @@ def test_a_checkpoint_is_read_to_the_devices_that_keep_it(
         name = ".".join(map(str, path))
         for shard, other in zip(array[...].addressable_shards, same[...].addressable_shards, strict=True):
             t, c = divmod(list(mesh.devices.reshape(context, tensor).T.flat).index(shard.device), context)
-            np.testing.assert_array_equal(shard.data, block_of(tensors, name, c, t, context, tensor))
+            np.testing.assert_array_equal(shard.data, block_of(tensors, name, c, t, context, tensor, repeated))
             np.testing.assert_array_equal(shard.data, other.data)
             sizes[shard.device].append(shard.data.size if shard.data.ndim > 1 else 0)
     matrices = sum(tensor.size for tensor in tensors.values() if tensor.ndim > 1)
-    repeated = max(tensor // 2 - 1, 0) * 2 * 2 * 2 * 16 * 32  # k and v of two layers, once more for each kv head
-    assert {sum(parts) for parts in sizes.values()} == {(matrices + repeated) // (context * tensor)}
+    more = max(tensor // 2 - 1, 0) * 2 * 2 * 2 * 16 * 32  # k and v of two layers, once more for each kv head
+    if repeated:
+        columns = sum(
+            x.size
+            for name, x in tensors.items()
+            if x.ndim > 1 and name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+        )
+        more = more * context + columns * (context - 1)
+    assert {sum(parts) for parts in sizes.values()} == {(matrices + more) // (context * tensor)}
     assert placed.updated(loaded).weights is loaded.weights
 
 
@@ -294,7 +315,10 @@ def test_random_weights_are_drawn_to_the_devices_that_keep_them() -> None:
         (8, 1, {"num_kv_heads": 2, "head_dim": 2}, r"^mesh: .* 8 divides columns of the kv heads of a group = 4"),
     ],
 )
-def test_what_devices_do_not_divide_is_refused(context: int, tensor: int, changes: dict, message: str) -> None:
+def test_what_devices_do_not_divide_is_refused(
+    context: int, tensor: int, changes: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_BYTES_OF_A_GATHER", 0)
     model = Decoder(replace(CONFIG, **changes), nnx.Rngs(0))
     for make in (Engine, Sampler):
         with pytest.raises(ValueError, match=message):
