@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,26 @@ class Case(NamedTuple):
     x: float | None = None  # where it is there
 
 
+class Variant(NamedTuple):
+    """What a layer does to attention."""
+
+    softcap: float | None = None
+    sinks: bool = False
+    window: int | None = None
+    kv_dtype: Any = jnp.bfloat16
+
+    def sinks_of(self, num_q_heads: int) -> Float[Array, " N"] | None:
+        """Return a sink for each q head, if there are any."""
+        return jnp.linspace(-2.0, 6.0, num_q_heads) if self.sinks else None
+
+    def stored(self, pages: Float[Array, "num_pages page_size K H"]) -> Float[Array, "num_pages page_size K H"]:
+        """Return pages in the dtype that they are kept in."""
+        return pages if pages.dtype == self.kv_dtype else _converted(pages, self.kv_dtype)
+
+
+PLAIN = Variant()
+
+
 class Inputs(NamedTuple):
     """A forest, one query token for each request, and pages."""
 
@@ -74,6 +94,11 @@ def make_inputs(workload: Workload, layout: Layout) -> Inputs:
     keys = jax.random.split(jax.random.key(0), 3)
     key, value = (_normal(k, pages) for k in keys[:2])
     return Inputs(forest, _normal(keys[2], query), key, value)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _converted(pages: Array, dtype: Any) -> Array:
+    return pages.astype(dtype)
 
 
 def _normal(key: Array, shape: tuple[int, ...]) -> Array:

@@ -23,11 +23,12 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from benchmarks import flash_attention, flex
-from benchmarks.inputs import MAX_RELATIVE_ERROR, Inputs, Layout, check, make_inputs
+from benchmarks.inputs import MAX_RELATIVE_ERROR, PLAIN, Inputs, Layout, Variant, check, make_inputs
 from benchmarks.rows import reason
 from benchmarks.timing import kernel_time
 from benchmarks.turns import GPU
@@ -119,21 +120,37 @@ class Tensors(NamedTuple):
     query: torch.Tensor
     pages: tuple[torch.Tensor, torch.Tensor]
     workspace: torch.Tensor
+    variant: Variant
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Tensors:
-        """Share the arrays, copying none but the query."""
+    def of(cls, inputs: Inputs, variant: Variant) -> Tensors:
+        """Share the arrays, copying none but the query, and pages that are to be of one byte a number."""
         import torch
 
         forest, query, key, value = inputs
         rows = jax.block_until_ready(query[forest.request_of_row, 0])
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        return cls(forest, torch.from_dlpack(rows), (torch.from_dlpack(key), torch.from_dlpack(value)), workspace)
+        pages = tuple(torch.from_dlpack(_bits(variant.stored(x))) for x in (key, value))
+        if variant.kv_dtype != key.dtype:
+            pages = tuple(x.view(getattr(torch, jnp.dtype(variant.kv_dtype).name)) for x in pages)
+        return cls(forest, torch.from_dlpack(rows), pages, workspace, variant)
+
+    def has_only(self, kernel: str, *fields: str) -> None:
+        """Raise ValueError where a layer does something else to attention than what a kernel has."""
+        asked = [name for name, default in PLAIN._asdict().items() if getattr(self.variant, name) != default]
+        if missing := [name for name in asked if name not in fields]:
+            raise ValueError(f"{kernel}: expected no {', '.join(missing)}")
 
     def pages_of(self, table: PageTable) -> tuple[torch.Tensor, torch.Tensor]:
         """Address the memory of the pages in those of a table."""
         key, value = (x.view(-1, table.page_size, *x.shape[2:]) for x in self.pages)
         return key, value
+
+
+def _bits(pages: Array) -> Array:
+    """Return numbers of one byte as integers, which every version of DLPack has; others as they are."""
+    one_byte = pages.dtype.itemsize == 1
+    return jax.block_until_ready(jax.lax.bitcast_convert_type(pages, jnp.uint8) if one_byte else pages)
 
 
 Run = Callable[[], "torch.Tensor"]
@@ -151,8 +168,15 @@ def _plan(wrapper: Any, tensors: Tensors, table: PageTable, *pointers: Int[np.nd
         head_dim,
         table.page_size,
         q_data_type=tensors.query.dtype,
-        kv_data_type=tensors.query.dtype,
+        kv_data_type=tensors.pages[0].dtype,
+        logits_soft_cap=tensors.variant.softcap,
+        window_left=_window_left(tensors.variant),
     )
+
+
+def _window_left(variant: Variant) -> int:
+    """Return how many tokens a query sees before its own; -1 for all."""
+    return -1 if variant.window is None else variant.window - 1
 
 
 def decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
@@ -160,6 +184,7 @@ def decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
     import flashinfer
     import torch
 
+    tensors.has_only("decode", "softcap", "window", "kv_dtype")
     query, table = tensors.query, request_table(tensors.forest)
     pages = tensors.pages_of(table)
     group = query.shape[1] // pages[0].shape[2]
@@ -176,6 +201,7 @@ def persistent(tensors: Tensors) -> Run:
     import flashinfer
     import torch
 
+    tensors.has_only("persistent", "softcap", "kv_dtype")
     query, table = tensors.query, request_table(tensors.forest)
     pages = tensors.pages_of(table)
     rows, num_q_heads, head_dim = query.shape
@@ -189,7 +215,8 @@ def persistent(tensors: Tensors) -> Run:
         head_dim,
         table.page_size,
         q_data_type=query.dtype,
-        kv_data_type=query.dtype,
+        kv_data_type=pages[0].dtype,
+        logits_soft_cap=tensors.variant.softcap,
     )
     out, lse = torch.empty_like(query), torch.empty((rows, num_q_heads), dtype=torch.float32, device=query.device)
     return lambda: wrapper.run(query, pages, out=out, lse=lse)[0]
@@ -200,13 +227,15 @@ def xqa(tensors: Tensors) -> Run:
     import flashinfer
     import torch
 
-    query, table = tensors.query, request_table(tensors.forest)
+    tensors.has_only("XQA", "window", "sinks", "kv_dtype")
+    query, table, sinks = tensors.query, request_table(tensors.forest), tensors.variant.sinks_of(tensors.query.shape[1])
     if table.page_size not in (16, 32, 64, 128):
         raise ValueError(f"expected pages of 16, 32, 64 or 128 tokens, inner nodes fill pages of {table.page_size}")
     pages = tensors.pages_of(table)
     page_table, lengths = (torch.from_numpy(x).cuda() for x in (table.listed, table.tokens.astype(np.uint32)))
     # It counts on zeros there and leaves them; the others' workspace is not clean.
     out, workspace = torch.empty_like(query), torch.zeros_like(tensors.workspace)
+    added = None if sinks is None else torch.from_dlpack(jax.block_until_ready(sinks))
 
     def run() -> torch.Tensor:
         return flashinfer.decode.xqa_batch_decode_with_kv_cache(
@@ -217,7 +246,9 @@ def xqa(tensors: Tensors) -> Run:
             lengths,
             page_table.shape[1] * table.page_size,
             bmm1_scale=query.shape[-1] ** -0.5,
+            window_left=_window_left(tensors.variant),
             out=out,
+            sinks=added,
             enable_pdl=False,
         )
 
@@ -234,6 +265,7 @@ def cascade(tensors: Tensors, backend: str) -> Run:
     import flashinfer
     import torch
 
+    tensors.has_only("cascade", "softcap", "kv_dtype")
     query, pages = tensors.query, tensors.pages
     levels = []
     for table in level_tables(tensors.forest):
@@ -313,15 +345,20 @@ MAX_PEER_ERROR = 3 * MAX_RELATIVE_ERROR
 
 
 def measure(
-    workload: Workload, layout: Layout, expected: Float[np.ndarray, "B N H"], repeats: int, names: Sequence[str]
+    workload: Workload,
+    layout: Layout,
+    expected: Float[np.ndarray, "B N H"],
+    repeats: int,
+    names: Sequence[str],
+    variant: Variant,
 ) -> dict:
-    """Check and time the peers of these names.
+    """Check and time the peers of these names, as far as they have what a layer does to attention.
 
     Returns `<peer>_us` and `<peer>_relative_error` of its fastest configuration, or `<peer>_us` None and `<peer>_error`
     with the reasons; and `<peer>_configurations`, the time of each, or why it has none.
     """
     inputs = make_inputs(workload, layout)
-    tensors = Tensors.of(inputs)
+    tensors = Tensors.of(inputs, variant)
     expected = expected[inputs.forest.request_of_row]
     # Side by side, since the first plan of a kind compiles kernels for minutes.
     with ThreadPoolExecutor() as threads:
@@ -362,14 +399,14 @@ class Peers:
         self.names = tuple(names)
         self._pool: ProcessPoolExecutor | None = None
 
-    def measure(self, *arguments: object) -> dict:
+    def measure(self, *arguments: object, variant: Variant = PLAIN) -> dict:
         """Call `measure` there; a process that ends gives every peer an `_error`."""
         try:
             if self._pool is None:
                 self._pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=share_the_device)
                 with GPU.given():
                     self._pool.submit(start).result()
-            row = self._pool.submit(measure, *arguments, self.names).result()
+            row = self._pool.submit(measure, *arguments, self.names, variant).result()
         except Exception as error:
             row = {f"{peer}_us": None for peer in self.names} | {f"{peer}_error": reason(error) for peer in self.names}
         # The time of a configuration is a reason where it failed. A refusal, or a wrong result, spoils nothing.

@@ -1,10 +1,11 @@
 """Time forest_attention as models vary it: softcap, sinks, a window, pages of one byte a number; beside it plain.
 
     python -m benchmarks.scores --json benchmarks/results/scores.json
+    python -m benchmarks.scores --peers --json benchmarks/results/scores.json
 
-Every variant runs on the same forest and numbers, one after the other, and is held to float32 attention of its own.
-Times are those of benchmarks/attention.py. The roofline counts what a variant needs: tokens that a window shows, and
-bytes of the pages' dtype.
+Every variant runs on the same forest and numbers, one after the other, and is held to float32 attention of its own; and
+so are FlashInfer's kernels with `--peers`, those that have the variant. Times are those of benchmarks/attention.py. The
+roofline counts what a variant needs: tokens that a window shows, and bytes of the pages' dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ from tqdm import tqdm
 
 from benchmarks.attention import bounds
 from benchmarks.ceilings import ceilings
-from benchmarks.inputs import MIN_BLOCKS, MIN_CONTEXT, Inputs, Layout, check, make_inputs, padded_slots
+from benchmarks.inputs import MIN_BLOCKS, MIN_CONTEXT, Inputs, Layout, Variant, check, make_inputs, padded_slots
+from benchmarks.peers import FLASHINFER, Peers
 from benchmarks.report import conclude
 from benchmarks.rows import collect, conditions, found_or_measured, measured_before
 from benchmarks.timing import command, kernel_time, parse
@@ -31,16 +33,6 @@ from benchmarks.workloads import PAPER, PROBE, Workload
 from codec_jax import Window, make_plan
 from codec_jax.arrays import bucket
 from codec_jax.attention import forest_attention
-
-
-class Variant(NamedTuple):
-    """What a layer does to attention."""
-
-    softcap: float | None = None
-    sinks: bool = False
-    window: int | None = None
-    kv_dtype: Any = jnp.bfloat16
-
 
 #: The plain one first, whose time the others' are compared with.
 VARIANTS = {
@@ -61,6 +53,7 @@ def main() -> None:
     parser.add_argument("--implementation", default="mosaic")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="the probes only")
+    parser.add_argument("--peers", action="store_true", help="FlashInfer, too; it compiles kernels at first")
     arguments = parse(parser)
     before = measured_before(arguments.json, arguments.resume)
     rows = collect(measure_all(PROBE if arguments.quick else PROBE + PAPER, arguments, before), arguments.json)
@@ -73,15 +66,18 @@ def measure_all(workloads: Sequence[Workload], arguments: argparse.Namespace, be
     What is among the rows measured `before` stays as it is.
     """
     layout = Layout(*map(int, arguments.heads.split("/")), arguments.head_dim)
+    peers, packages = (Peers(FLASHINFER), ("torch", "flashinfer-python")) if arguments.peers else (None, ())
     for workload in tqdm(workloads):
         inputs = cache(partial(make_inputs, workload, layout))
         for name in arguments.variants:
             variant = VARIANTS[name]
             known = {"name": workload.name, "variant": name, "implementation": arguments.implementation}
-            known |= conditions(layout) | {"dtype": jnp.dtype(variant.kv_dtype).name}
-            measured = partial(measure, workload, inputs, layout, variant, arguments.implementation, arguments.repeats)
+            known |= conditions(layout, *packages) | {"dtype": jnp.dtype(variant.kv_dtype).name}
+            asked = arguments.implementation, arguments.repeats, peers
             with GPU.taken():
-                yield found_or_measured(before, known, measured)
+                yield found_or_measured(before, known, partial(measure, workload, inputs, layout, variant, *asked))
+    if peers:
+        peers.close()
 
 
 def bounds_of(workload: Workload, inputs: Inputs, layout: Layout, variant: Variant) -> dict:
@@ -108,26 +104,27 @@ def measure(
     variant: Variant,
     implementation: str,
     repeats: int,
+    peers: Peers | None = None,
 ) -> dict:
-    """Check a variant and time its kernels."""
+    """Check a variant and time its kernels, and those of peers that have it."""
     inputs = drawn()
     found = bounds_of(workload, inputs, layout, variant)
-    pages = (inputs.key_pages, inputs.value_pages)
-    if variant.kv_dtype != jnp.bfloat16:
-        pages = tuple(_converted(array, variant.kv_dtype) for array in pages)
-    inputs = inputs._replace(key_pages=pages[0], value_pages=pages[1])
-    sinks = jnp.linspace(-2.0, 6.0, layout.num_q_heads) if variant.sinks else None
+    key_pages, value_pages = (variant.stored(pages) for pages in inputs[2:])
+    inputs = inputs._replace(key_pages=key_pages, value_pages=value_pages)
+    sinks, expected = variant.sinks_of(layout.num_q_heads), reference(inputs, variant)
     plan = make_plan(inputs.forest, **layout.heads, window=variant.window, block_capacity=MIN_BLOCKS)
     on_device = jax.device_put((*inputs[1:], inputs.forest, plan, sinks))
     attend = compiled_once(_attend_with(implementation, variant.softcap), *on_device, tuned=implementation == "xla")
-    error = check(attend(*on_device), reference(inputs, variant, sinks))
+    error = check(attend(*on_device), expected)
     kernel_us, launches = kernel_time(lambda: attend(*on_device), repeats)
-    return found | {"kernel_us": kernel_us, "launches": launches, "relative_error": error}
+    found |= {"kernel_us": kernel_us, "launches": launches, "relative_error": error}
+    return found | (peers.measure(workload, layout, expected, repeats, variant=variant) if peers else {})
 
 
-def reference(inputs: Inputs, variant: Variant, sinks: Array | None) -> Float[np.ndarray, "B N H"]:
+def reference(inputs: Inputs, variant: Variant) -> Float[np.ndarray, "B N H"]:
     """Attend in float32, each request by itself over a copy of its own context."""
     forest, query, key, value = inputs
+    sinks = variant.sinks_of(query.shape[2])
     slots = padded_slots(forest)
     slots = np.pad(slots, ((0, 0), (0, bucket(slots.shape[1], MIN_CONTEXT) - slots.shape[1])))
     arguments = query, key, value, slots, forest.request_length, sinks
@@ -167,11 +164,6 @@ def _in_float32(softcap: float | None, window: int | None) -> Callable[..., Arra
             return jax.lax.map(one, (query, slots, length))
 
     return jax.jit(attend)
-
-
-@partial(jax.jit, static_argnames="dtype")
-def _converted(pages: Array, dtype: Any) -> Array:
-    return pages.astype(dtype)
 
 
 if __name__ == "__main__":

@@ -199,12 +199,14 @@ def invariance(rows: list[dict]) -> str:
 
 
 def score_variants(rows: list[dict]) -> str:
-    """Show the time of every variant of attention on each forest, and how often its roofline that is."""
+    """Show the time of every variant of attention on each forest, how often its roofline that is, and FlashInfer's."""
 
     def fill(row: dict) -> str:
         if not row["kernel_us"]:
             return "–"
-        return f"{at_most(row['kernel_us'], 1)} μs, {at_most(row['kernel_us'] / row['roofline_us'], 2)}x"
+        peers = [us for peer in ("decode", "cascade") if (us := row.get(f"flashinfer_{peer}_us"))]
+        beside = f"; {at_least(min(peers), 1)} μs" if peers else ""
+        return f"{at_most(row['kernel_us'], 1)} μs, {at_most(row['kernel_us'] / row['roofline_us'], 2)}x{beside}"
 
     return pivot(rows, "name", "variant", fill)
 

@@ -2,6 +2,7 @@
 
 import os
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from forests import Tree, contexts, num_pages, trees
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import flex, peers
-from benchmarks.inputs import Layout
+from benchmarks.inputs import Layout, Variant, make_inputs
 from benchmarks.peers import PEERS, PageTable, Peers, level_tables, request_table
 from benchmarks.workloads import flat
 from codec_jax import Forest
@@ -63,7 +64,7 @@ def test_level_tables_together_list_every_context_once(tree: Tree) -> None:
     assert got == [expected[request] for request in forest.request_of_row]
 
 
-def end_the_process(status: int, names: tuple[str, ...]) -> None:
+def end_the_process(status: int, names: tuple[str, ...], variant: Variant) -> None:
     os._exit(status)
 
 
@@ -80,6 +81,37 @@ def test_a_peer_that_cannot_run_or_ends_its_process_is_reported_with_the_reason(
         assert crashed[f"{peer}_error"].startswith("BrokenProcessPool")
         assert "BrokenProcessPool" not in without_gpu[f"{peer}_error"]
         assert "Error: " in without_gpu[f"{peer}_error"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "missing"),
+    [
+        (Variant(), None),
+        (Variant(softcap=50.0, kv_dtype=jnp.float8_e4m3fn), None),
+        (Variant(window=9, softcap=1.0), "window"),
+        (Variant(sinks=True, window=9), "sinks, window"),
+    ],
+)
+def test_a_kernel_is_not_measured_with_what_it_does_not_have(variant: Variant, missing: str | None) -> None:
+    tensors = peers.Tensors(None, None, None, None, variant)
+    if missing is None:
+        tensors.has_only("cascade", "softcap", "kv_dtype")
+    else:
+        with pytest.raises(ValueError, match=rf"^cascade: expected no {missing}$"):
+            tensors.has_only("cascade", "softcap", "kv_dtype")
+
+
+def test_a_window_of_tokens_has_one_less_before_the_query() -> None:
+    assert [peers._window_left(Variant(window=window)) for window in (None, 1, 1024)] == [-1, 0, 1023]
+
+
+def test_pages_of_one_byte_are_lent_bit_by_bit() -> None:
+    pages = make_inputs(flat(2, 20), SMALL).key_pages
+    stored = Variant(kv_dtype=jnp.float8_e4m3fn).stored(pages)
+    bits = np.asarray(peers._bits(stored))
+    assert bits.dtype == np.uint8
+    np.testing.assert_array_equal(bits.view(jnp.float8_e4m3fn), np.asarray(pages).astype(jnp.float8_e4m3fn))
+    assert peers._bits(Variant().stored(pages)) is pages
 
 
 # ---------------------------------------------------------------------- FlexAttention

@@ -1,14 +1,15 @@
 """The benchmark of attention's variants, as far as it shows without a GPU."""
 
 from argparse import Namespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import scores, tables
-from benchmarks.inputs import Layout, make_inputs
-from benchmarks.scores import VARIANTS, Variant
+from benchmarks.inputs import Layout, Variant, make_inputs
+from benchmarks.scores import VARIANTS
 from benchmarks.workloads import shared_root
 
 pytestmark = pytest.mark.usefixtures("_little_room")
@@ -18,7 +19,7 @@ LAYOUT, WORKLOAD = Layout(4, 2, 64), shared_root(300, 3, 20)
 def test_every_variant_is_measured_and_shown_beside_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "kernel_time", lambda call, repeats: (float(jnp.asarray(call()).size), 2))
     monkeypatch.setitem(VARIANTS, "window 1024", Variant(window=100))
-    asked = Namespace(variants=list(VARIANTS), heads="4/2", head_dim=64, implementation="xla", repeats=1)
+    asked = Namespace(variants=list(VARIANTS), heads="4/2", head_dim=64, implementation="xla", repeats=1, peers=False)
     rows = list(scores.measure_all([WORKLOAD], asked, []))
     assert [row["variant"] for row in rows] == list(VARIANTS)
     assert [row.get("error") for row in rows] == [None] * len(rows)
@@ -37,12 +38,40 @@ def test_every_variant_is_measured_and_shown_beside_the_plain_one(monkeypatch: p
 
 @pytest.mark.parametrize("variant", [Variant(softcap=2.0), Variant(sinks=True), Variant(window=30)], ids=str)
 def test_results_of_another_variant_are_not_taken(variant: Variant) -> None:
-    inputs, sinks = make_inputs(WORKLOAD, LAYOUT), jnp.linspace(-2.0, 6.0, 4)
-    plain = scores.reference(inputs, Variant(), None)
-    other = scores.reference(inputs, variant, sinks if variant.sinks else None)
+    inputs = make_inputs(WORKLOAD, LAYOUT)
+    plain, other = scores.reference(inputs, Variant()), scores.reference(inputs, variant)
     with pytest.raises(ValueError, match="out: expected a relative error"):
         scores.check(plain, other)
     np.testing.assert_allclose(
-        scores.reference(inputs, variant._replace(window=500), sinks if variant.sinks else None),
-        scores.reference(inputs, variant._replace(window=None), sinks if variant.sinks else None),
+        scores.reference(inputs, variant._replace(window=500)),
+        scores.reference(inputs, variant._replace(window=None)),
     )
+
+
+class FakePeers:
+    """Peers that take what they are held to for what they give."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        assert names == ("flashinfer_decode", "flashinfer_cascade")
+        self.closed = False
+
+    def measure(self, workload: Any, layout: Layout, expected: Any, repeats: int, variant: Variant) -> dict:
+        plain = scores.reference(make_inputs(workload, layout), Variant())
+        told = float(np.abs(expected - plain).max())
+        return {"flashinfer_decode_us": 1000 + told, "flashinfer_cascade_us": None, "asked": variant, "told": told}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_peers_are_held_to_the_same_attention_and_shown_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "kernel_time", lambda call, repeats: (1.0, 2))
+    monkeypatch.setattr(scores, "Peers", FakePeers)
+    monkeypatch.setattr(scores, "conditions", lambda layout, *packages: {"versions": packages})
+    monkeypatch.setitem(VARIANTS, "window 1024", Variant(window=100))
+    asked = Namespace(variants=list(VARIANTS), heads="4/2", head_dim=64, implementation="xla", repeats=1, peers=True)
+    rows = list(scores.measure_all([WORKLOAD], asked, []))
+    assert [row["asked"] for row in rows] == list(VARIANTS.values())
+    assert {row["versions"] for row in rows} == {("torch", "flashinfer-python")}
+    assert [row["told"] > 1e-5 for row in rows] == [False, True, True, True, True]
+    assert tables.score_variants(rows).count("; 1,000.") == len(rows)
