@@ -20,9 +20,11 @@ from jax.sharding import AxisType, Mesh
 from small_checkpoints import LLAMA, QWEN2, QWEN3, TOKENS, exact_logits, tensors_of, write
 
 from codec_jax.nnx import (
+    PUBLISHED,
     Decoder,
     DecoderConfig,
     Engine,
+    Latent,
     PlacedDecoder,
     Sampler,
     SamplingParams,
@@ -31,6 +33,7 @@ from codec_jax.nnx import (
     shards,
 )
 from codec_jax.nnx.memory import pages_that_fit
+from codec_jax.nnx.parallel import Parallel
 
 PAGES = 96
 CONFIG = DecoderConfig(
@@ -341,3 +344,17 @@ def test_meshes_and_pools_that_do_not_fit_are_refused(whole: Dense) -> None:
 def test_pages_that_fit_are_those_of_all_devices() -> None:
     alone = pages_that_fit(CONFIG, 16, gib=1.0)
     assert [pages_that_fit(CONFIG, 16, gib=1.0, mesh=mesh_of(*sizes)) / alone for sizes in MESHES] == [2, 4, 8, 8]
+
+
+def test_columns_are_computed_by_all_of_a_group_where_their_weights_are_few() -> None:
+    config, megabytes = PUBLISHED["qwen3-32b"], 5120 * (64 + 2 * 8) * 128 * 2 / 1e6  # of a layer: 104.9
+    more = {
+        (context, tensor): shards.repeated_bytes(config, Parallel(tensor, context)) / 1e6
+        for context, tensor in ((1, 1), (1, 8), (2, 1), (4, 1), (4, 2))
+    }
+    assert more == pytest.approx(
+        {(1, 1): 0, (1, 8): 0, (2, 1): megabytes / 2, (4, 1): 0, (4, 2): megabytes / 2 * 3 / 4}
+    )
+    latent = Latent(size=24, nope_dim=16, rope_dim=8, value_dim=16)  # whose queries are gathered as they are
+    of_latents = DecoderConfig(64, 32, 64, 1, 4, num_kv_heads=1, head_dim=32, qk_norm=False, latent=latent)
+    assert shards.repeated_bytes(of_latents, Parallel(context=2)) == 0
