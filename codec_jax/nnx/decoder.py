@@ -218,7 +218,11 @@ class Decoder(nnx.Module):
 
         Args:
           hidden: [B, D], of all rows.
-          parallel: as in `decode_together`.
+          parallel: as in `decode_together`; by default a device that draws for all of them.
+
+        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+        >>> Decoder(config, nnx.Rngs(0)).own_logits(jnp.ones((3, 32))).shape
+        (3, 64)
         """
         return self._capped(parallel.deal(self._head, hidden))
 

@@ -23,8 +23,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("penalties", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 7])
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (4, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize(("sizes", "rows"), [((1, 2), 7), ((2, 2), 3), ((4, 1), 7), ((2, 4), 1)], ids=str)
 def test_devices_that_divide_rows_draw_what_one_device_draws(
     sizes: tuple[int, int], rows: int, penalties: bool
 ) -> None:
