@@ -28,6 +28,7 @@ from codec_jax.attention.call import forest_attention
 from codec_jax.attention.pac_por import Partial, por
 from codec_jax.errors import PlanError
 from codec_jax.forest import Forest, KVPages, LatentPages, finite
+from codec_jax.forest.latent_pages import reconstructed_dtype
 from codec_jax.planning import Plan
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -162,8 +163,8 @@ def reconstruct(
     Args:
       latent_pages, up_key, up_value: as in `latent_attention`; of a `PageSubset`, latent_pages[subset.page_ids], and
         of `LatentPages` what `rows` gives for these.
-      dtype: of K and V; defaults to `reconstructed_dtype` of the latents'. What is larger than its largest number
-        becomes that.
+      dtype: of K and V; defaults to float16 for bfloat16 latents, and to that of others. What is larger than its
+        largest number becomes that.
 
     Raises ValueError for shapes that do not fit.
 
@@ -182,15 +183,6 @@ def reconstruct(
     value = finite(_within(_product("psl,lnv->psnv", latents, up_value), dtype), dtype)
     shared = jnp.broadcast_to(_within(rotated, dtype), (*key.shape[:3], rope))
     return KVPages(jnp.concatenate([key, shared], axis=-1), value)
-
-
-def reconstructed_dtype(latents: DTypeLike) -> jnp.dtype:
-    """Return the dtype in which K and V lose least for their bytes: float16 where latents are bfloat16.
-
-    K and V are sums of products, of which bfloat16 keeps 8 bits and float16 11, as of the weights of V. Tensor cores
-    multiply both at one rate, and K and V of models are far from the end of float16's range.
-    """
-    return jnp.dtype(jnp.float16 if jnp.dtype(latents) == jnp.bfloat16 else latents)
 
 
 def _within(x: Array, dtype: DTypeLike) -> Array:

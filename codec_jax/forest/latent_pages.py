@@ -185,5 +185,14 @@ def meant(
     return jnp.concatenate([latent.astype(jnp.float32) * factors, rotated.astype(jnp.float32)], axis=-1)
 
 
+def reconstructed_dtype(latents: DTypeLike) -> jnp.dtype:
+    """Return the dtype in which K and V lose least for their bytes: float16 where latents are bfloat16.
+
+    K and V are sums of products, of which bfloat16 keeps 8 bits and float16 11, as of the weights of V. Tensor cores
+    multiply both at one rate, and K and V of models are far from the end of float16's range.
+    """
+    return jnp.dtype(jnp.float16 if jnp.dtype(latents) == jnp.bfloat16 else latents)
+
+
 #: Of one layer of a decoder.
 Pages = KVPages | LatentPages

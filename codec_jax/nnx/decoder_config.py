@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from codec_jax import checks
-from codec_jax.attention.latent import reconstructed_dtype
 from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
-from codec_jax.forest.latent_pages import SCALED_TOGETHER
+from codec_jax.forest.latent_pages import SCALED_TOGETHER, reconstructed_dtype
 from codec_jax.nnx.rope import RopeScaling
 from pallas_kernels import Window
 from pallas_kernels.gates import Activation

@@ -99,8 +99,8 @@ def run_step(
             batches.append(Batch(chunks.tokens, chunks.forest, chunks.plan, chunks.store, places=drawing.places))
         hidden, cache = model.decode_together(batches, cache, implementation=implementation, parallel=parallel)
         own_logits = model.own_logits(hidden[0][:, 0], parallel)
-        own = draw(own_logits, own_options, *parallel.own((history, forest.request_length)))
-        new = parallel.pool(own, batch)
+        position = parallel.own(forest.request_length)
+        new = parallel.pool(draw(own_logits, own_options, history, position, parallel.own_rows(batch)), batch)
         history = history.add(new.token, active)
         stops = active & (new.token[:, None] == drawing.options.stop_tokens).any(axis=-1)
         outcome = Outcome(

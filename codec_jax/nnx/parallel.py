@@ -19,8 +19,8 @@ requests, and tells the others what it drew.
                                      rows                        of own  rows
 
 Everything here runs inside of `jax.shard_map`, under its checks. What is the same on all devices stays so: `reduce`,
-`embed`, `join`, `pool` and `whole` end with it. On one device every method returns what it is given, and the program
-has nothing of it.
+`embed`, `join` and `pool` end with it. On one device every method returns what it is given, and the program has nothing
+of it.
 """
 
 from __future__ import annotations
@@ -108,22 +108,22 @@ class Parallel:
         is_here = (token >= 0) & (token < rows)
         return self.reduce(jnp.where(is_here[..., None], lookup(jnp.where(is_here, token, 0)), 0))
 
-    def join(self, logits: Float[Array, "*batch columns"]) -> Float[Array, "*batch V"]:
-        """Return the logits of the whole vocabulary."""
+    def join(self, logits: Float[Array, "*part"], axis: int = -1) -> Float[Array, "*whole"]:
+        """Return the logits of which each device has a run along an axis: of the vocabulary, or of the rows."""
         if not self.axes:
             return logits
-        return lax.all_gather(logits, self.axes, axis=logits.ndim - 1, tiled=True, to="invarying")
+        return lax.all_gather(logits, self.axes, axis=axis % logits.ndim, tiled=True, to="invarying")
+
+    def own_rows(self, count: int) -> Int[Array, " b"] | None:
+        """Return which of `count` rows this device draws tokens for, None for all; the last one may come again."""
+        if not self.axes:
+            return None
+        each = self._rows(count)
+        return jnp.minimum(self._first_row(count) + jnp.arange(each), count - 1)
 
     def own(self, tree: Any) -> Any:
-        """Return the rows that this device draws tokens for, of arrays that all have; the last one may come again."""
-        if not self.axes:
-            return tree
-
-        def rows_of(x: Array) -> Array:
-            rows = self._first_row(len(x)) + jnp.arange(self._rows(len(x)))
-            return jnp.asarray(x)[jnp.minimum(rows, len(x) - 1)]
-
-        return jax.tree.map(rows_of, tree)
+        """Return the rows that this device draws tokens for, of arrays that all have."""
+        return jax.tree.map(lambda x: jnp.asarray(x)[self.own_rows(len(x))], tree) if self.axes else tree
 
     def deal(self, multiply: Callable[[Array], Array], hidden: Float[Array, "B D"]) -> Float[Array, "b V"]:
         """Return the logits of the whole vocabulary for the rows that `own` has."""
@@ -146,10 +146,6 @@ class Parallel:
         parts = jnp.split(everyone, np.cumsum([math.prod(x.shape[1:]) for x in leaves])[:-1].tolist(), axis=1)
         pooled = [part.reshape(count, *x.shape[1:]).astype(x.dtype) for part, x in zip(parts, leaves, strict=True)]
         return jax.tree.unflatten(structure, pooled)
-
-    def whole(self, rows: Float[Array, "b V"], count: int) -> Float[Array, "B V"]:
-        """Return all `count` rows, of which each device has its own, as they are."""
-        return lax.all_gather(rows, self.axes, tiled=True, to="invarying")[:count] if self.axes else rows
 
     def _rows(self, count: int) -> int:
         return -(-count // self.devices)

@@ -158,7 +158,11 @@ def request_keys(
 # A decoder's programs draw alike: a jitted function is traced once for all of one batch.
 @jax.jit
 def draw(
-    logits: Float[Array, "B V"], options: RowOptions, history: History | None, position: Int[Array, " B"]
+    logits: Float[Array, "B V"],
+    options: RowOptions,
+    history: History | None,
+    position: Int[Array, " B"],
+    rows: Int[Array, " B"] | None = None,
 ) -> Drawn:
     """Draw a token for each row. Jittable. A row gets the same whatever the other rows ask for.
 
@@ -169,6 +173,7 @@ def draw(
       options: of each row.
       history: of each row; None if no row has penalties, biases, a constraint or top_logprobs, which then are left out.
       position: int32 [B], of the token in its request's context.
+      rows: int32 [B], those of the history that are meant; None if it has these alone.
     """
     batch, vocab_size = logits.shape
     greedy = options.temperature == 0.0
@@ -185,7 +190,9 @@ def draw(
     def everything() -> tuple[Array, Array]:
         if history is None:
             return draw_from(logits, best, truncated=True), no_tokens
-        asked, adjusted = options.top_logprobs, _adjusted(logits, options, history)
+        # Here, as it takes a copy of the history, which few steps look at.
+        of_rows = history if rows is None else jax.tree.map(lambda x: jnp.asarray(x)[rows], history)
+        asked, adjusted = options.top_logprobs, _adjusted(logits, options, of_rows)
         top_tokens = lax.cond((asked > 0).any(), lambda: _most_likely(logits, asked), lambda: no_tokens)
         return draw_from(adjusted, _best(adjusted), truncated=True), top_tokens
 

@@ -52,7 +52,7 @@ _DIVIDED: dict[str, tuple[int, Callable[[Any], tuple[int, ...]]]] = {
 }
 
 
-#: Reading so many bytes of weights takes less time than a gather, whatever its size, and what waits for it.
+#: Reading so many bytes of weights takes less time than a small gather, and what waits for it.
 _BYTES_OF_A_GATHER = 64 << 20
 
 

@@ -81,6 +81,6 @@ def decode_loop(
         jnp.zeros(batch, bool),
     )
     _, cache, _, last, left, tokens, logprobs, broken = repeat(step, carry, steps, lambda carry: (carry[4] > 0).any())
-    last = parallel.whole(last, batch)
+    last = parallel.join(last, axis=0)[:batch]
     logits = jnp.where((remaining > 0)[:, None], last, logits)  # those of the others do not follow from `hidden`
     return cache, logits, tokens, logprobs, left > 0, broken

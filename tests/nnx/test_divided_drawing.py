@@ -40,8 +40,9 @@ def test_devices_that_divide_rows_draw_what_one_device_draws(
 
     def divided(hidden, columns, *rest):
         own_logits = parallel.deal(lambda x: x @ columns, hidden)
-        options, history, position = parallel.own(rest)
-        return parallel.pool(draw(own_logits, options, history, position), rows), parallel.whole(own_logits, rows)
+        options, history, position = rest
+        drawn = draw(own_logits, parallel.own(options), history, parallel.own(position), parallel.own_rows(rows))
+        return parallel.pool(drawn, rows), parallel.join(own_logits, axis=0)[:rows]
 
     arguments = hidden, head, options, history, position
     specs = PartitionSpec(), PartitionSpec(None, parallel.axes), PartitionSpec(), PartitionSpec(), PartitionSpec()
