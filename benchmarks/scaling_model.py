@@ -78,16 +78,13 @@ class Work(NamedTuple):
     attention_flops: float
 
 
-def work(config: DecoderConfig, case: SharedDocument, parallel: Parallel, gathered: bool = False) -> Work:
-    """Count the mean step of a call: half of the tokens that it generates are there, and the new one is.
-
-    `gathered` means, here and below, a step as it was when logits and all columns were gathered.
-    """
+def work(config: DecoderConfig, case: SharedDocument, parallel: Parallel) -> Work:
+    """Count the mean step of a call: half of the tokens that it generates are there, and the new one is."""
     own = case.requests * (case.own + (STEPS + 1) / 2)
     num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     rows = math.ceil(case.requests * num_q_heads / num_kv_heads / TILE_ROWS) * TILE_ROWS * num_kv_heads
     scores = rows * case.document + num_q_heads * own
-    weights = weight_bytes(config, parallel, gathered)
+    weights = weight_bytes(config, parallel)
     return Work(
         weight_bytes=weights,
         product_flops=2 * weights / jnp.dtype(config.param_dtype).itemsize * case.requests,
@@ -96,7 +93,7 @@ def work(config: DecoderConfig, case: SharedDocument, parallel: Parallel, gather
     )
 
 
-def weight_bytes(config: DecoderConfig, parallel: Parallel = ALONE, gathered: bool = False) -> float:
+def weight_bytes(config: DecoderConfig, parallel: Parallel = ALONE) -> float:
     """Return the bytes of weights that a device reads in a step: its part of the products, and all norms.
 
     An embedding counts as the head that it may be: looking tokens up reads a few of its rows.
@@ -106,7 +103,7 @@ def weight_bytes(config: DecoderConfig, parallel: Parallel = ALONE, gathered: bo
     layer = width * (query + (key + value) * copies) + query * width + 3 * width * config.mlp_size
     norms = config.num_layers * (2 * width + 2 * config.head_dim * config.qk_norm) + width
     divided = config.num_layers * layer + config.vocab_size * width
-    repeated = 0 if gathered else config.num_layers * repeated_bytes(config, parallel)
+    repeated = config.num_layers * repeated_bytes(config, parallel)
     return jnp.dtype(config.param_dtype).itemsize * (divided / parallel.devices + norms) + repeated
 
 
@@ -139,24 +136,21 @@ class Exchange(NamedTuple):
     times: int  # in a step
 
 
-def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, gathered: bool = False) -> list[Exchange]:
+def exchanges(config: DecoderConfig, requests: int, parallel: Parallel) -> list[Exchange]:
     """List the exchanges of a step; `codec_jax.nnx.parallel` says what each is for."""
     num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     size, layers = jnp.dtype(config.dtype).itemsize, config.num_layers
     rows = math.ceil(requests / parallel.devices) * parallel.devices  # each device draws for as many
     columns = requests * (num_q_heads + 2 * num_kv_heads) * config.head_dim * size
     hidden = requests * config.hidden_size * size
-    gathers = layers if gathered or not repeated_bytes(config, parallel) else 0
+    gathers = 0 if repeated_bytes(config, parallel) else layers
     listed = [
         Exchange("all_gather", parallel.context, columns, gathers),
         Exchange("all_to_all", parallel.context, partial_bytes(config, requests, parallel), layers),
         Exchange("psum", parallel.devices, hidden, 2 * layers + 1),  # after attention, after the MLP; the embedding
+        Exchange("all_to_all", parallel.devices, 4 * rows * config.vocab_size // parallel.devices, 1),
+        Exchange("psum", parallel.devices, 4 * rows * 3, 1),  # of each token drawn three numbers
     ]
-    if gathered:
-        listed.append(Exchange("all_gather", parallel.devices, 4 * requests * config.vocab_size, 1))
-    else:
-        listed.append(Exchange("all_to_all", parallel.devices, 4 * rows * config.vocab_size // parallel.devices, 1))
-        listed.append(Exchange("psum", parallel.devices, 4 * rows * 3, 1))  # of each token drawn three numbers
     return [each for each in listed if each.devices > 1 and each.times]
 
 
@@ -221,7 +215,7 @@ def calibrated(rows: Sequence[dict], config: DecoderConfig, machine: Machine) ->
     )
 
 
-def with_meetings(hosts: Sequence[Sequence[dict]], machine: Machine, costs: Costs, gathered: bool = False) -> Costs:
+def with_meetings(hosts: Sequence[Sequence[dict]], machine: Machine, costs: Costs) -> Costs:
     """Fit what devices wait for each other to rows of steps by `benchmarks.scaling`, of one GPU and several of a host.
 
     What the model says of a case on one GPU need not be right: its share of a step on several is corrected by that.
@@ -230,10 +224,10 @@ def with_meetings(hosts: Sequence[Sequence[dict]], machine: Machine, costs: Cost
     alone = [{case_of(row): row["wall_us"] for row in rows if row["gpus"] == 1} for rows in hosts]
     for host, row in ((host, row) for host, rows in enumerate(hosts) for row in rows if row["gpus"] > 1):
         config, case, group = config_of(row), case_of(row), Parallel(row["tensor"], row["context"])
-        parts, one = (step_us(config, case, each, machine, costs, gathered) for each in (group, ALONE))
+        parts, one = (step_us(config, case, each, machine, costs) for each in (group, ALONE))
         exchanged = parts.pop("exchanges")
         right = alone[host][case] / math.fsum(one.values())
-        listed = exchanges(config, case.requests, group, gathered)
+        listed = exchanges(config, case.requests, group)
         times = sum(each.times for each in listed)
         waits.append((row["wall_us"] - exchanged - right * math.fsum(parts.values())) / times)
         doublings.append(sum(each.times * math.log2(each.devices / 2) for each in listed) / times)
@@ -276,13 +270,12 @@ def step_us(
     parallel: Parallel,
     machine: Machine,
     costs: Costs,
-    gathered: bool = False,
 ) -> dict[str, float]:
     """Return the parts of a step, in microseconds; their sum is its time."""
-    done, layers = work(config, case, parallel, gathered), config.num_layers
+    done, layers = work(config, case, parallel), config.num_layers
     attention, attending = attention_us(done, machine, costs)
     fixed = layers * (costs.attention_layer_us + costs.products_layer_us + costs.other_layer_us)
-    listed = exchanges(config, case.requests, parallel, gathered)
+    listed = exchanges(config, case.requests, parallel)
     return {
         attention: attending,
         "reading weights": done.weight_bytes / machine.rates.read_bytes_per_us,

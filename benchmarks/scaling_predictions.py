@@ -39,17 +39,20 @@ GROUPS, REPLICATED = (1, 2, 4, 8, 16, 32, 64), (16, 128, 1024)
 #: Rows of one GPU: the first are what costs are fitted to, the others what they are tried on. The latter are from
 #: before loops of a fixed length, which left time between kernels that there is no more.
 FITTED, TRIED = ("decoding_120000_h200", "decoding_32768_16_h200", "decoding_32768_64_h200"), ("decoding_32768_h100",)
-#: Rows of one and several GPUs of one host, of which each file has one GPU: what meetings are fitted to. When they were
-#: measured, logits and all columns were gathered.
+#: Rows of one and several GPUs of one host, of which each file has one GPU: what meetings are fitted to.
 FITTED_TOGETHER = (
     "scaling_4b_h200",
-    "scaling_32b_h200",
-    "scaling_70b_h200",
-    "scaling_4_32b_h200",
-    "scaling_4_32b_32k_16_h200",
-    "scaling_4_32b_32k_64_h200",
-    "scaling_4_32b_1m_h200",
-    "scaling_4_70b_h200",
+    "scaling_32b_32k_16_h200",
+    "scaling_32b_32k_64_h200",
+    "scaling_32b_32k_256_h200",
+    "scaling_32b_16_h200",
+    "scaling_32b_64_h200",
+    "scaling_32b_256_h200",
+    "scaling_32b_1m_16_h200",
+    "scaling_32b_1m_64_h200",
+    "scaling_70b_16_h200",
+    "scaling_70b_64_h200",
+    "scaling_70b_256_h200",
 )
 
 
@@ -58,7 +61,7 @@ def costs_of_an_h200() -> Costs:
     """Fit the model to the committed rows of one and several H200s."""
     rows, machine = [row for stem in FITTED for row in rows_of(stem, "shared")], MACHINES["NVIDIA H200"]
     costs = calibrated(rows, PLAIN_MODELS[rows[0]["model"]], machine)
-    return with_meetings([rows_of(stem, "step") for stem in FITTED_TOGETHER], machine, costs, gathered=True)
+    return with_meetings([rows_of(stem, "step") for stem in FITTED_TOGETHER], machine, costs)
 
 
 def rows_of(stem: str, variant: str) -> list[dict]:
@@ -102,7 +105,7 @@ def on_one_gpu(row: dict, fitted: bool) -> dict:
 def on_several(row: dict, machine: Machine) -> dict:
     """Lay the time of a step on several GPUs beside what the model says."""
     group = Parallel(row["tensor"], row["context"])
-    parts = step_us(config_of(row), case_of(row), group, machine, costs_of_an_h200(), gathered=True)
+    parts = step_us(config_of(row), case_of(row), group, machine, costs_of_an_h200())
     return {
         "name": f"{row['model']}, {row['layers']} layers, {row['name']}",
         "variant": "several GPUs",

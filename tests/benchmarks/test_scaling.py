@@ -212,7 +212,7 @@ def test_predictions_agree_with_committed_rows_of_one_gpu_and_count_groups() -> 
     assert max(abs(row["predicted_us"] / row["kernel_us"] - 1) for row in alone if not row["fitted"]) < 0.1
     several = [row["predicted_us"] / row["wall_us"] for row in rows if row["variant"] == "several GPUs"]
     # The longest are of 256 requests, for which one GPU, too, is faster by now than the rows of it that are fitted.
-    assert len(several) == 40
+    assert len(several) == 45
     assert max(several) < 1.2
     assert min(several) > 0.85
     for row in rows:
