@@ -28,6 +28,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     monkeypatch.setattr(by_thread, "gather", gather)
     monkeypatch.setattr(by_warp, "any_above", any_above)
+    monkeypatch.setattr(by_warp, "reciprocals", reciprocals)
     for function in (
         query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms,
         multiply_keys, multiply_values, multiply_both,
@@ -119,6 +120,15 @@ def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
 def any_above(numbers: jax.Array, limit: float) -> jax.Array:
     """Say whether one of the numbers is above a limit, of all warps at once."""
     return jnp.any(numbers > limit).astype(jnp.int32)
+
+
+def reciprocals(numbers: jax.Array, *, apart: bool) -> jax.Array:
+    """Return 1 over each number, of columns 8 apart four together unless they are to be kept apart."""
+    if apart:
+        return 1.0 / numbers
+    fours = numbers.reshape(TILE_ROWS, -1, 4, 8)
+    product = fours.prod(axis=2, keepdims=True)
+    return (1.0 / product * (product / fours)).reshape(numbers.shape)
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:

@@ -104,7 +104,7 @@ def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: State, masked
     _release(segment, refs.keys_free.at[stage])
     key_scale = pipeline.key_scale(stage)
     products = products if key_scale is None else products * over_rows(key_scale)
-    products, factor = capped(sizes, products, lane.row_scale)
+    products, factor = capped(sizes, products, lane.row_scale, masked)
     visible, products = mask_scores(pipeline, lane, stage, readers, products) if masked else (all_rows(), products)
     weights, state = add_block(sizes, state, Scores(products, factor, visible, pipeline.value_scale(stage)), j == 0)
     plgpu.barrier_wait(pipeline.values_full(segment, number))

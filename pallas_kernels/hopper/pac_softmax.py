@@ -23,7 +23,7 @@ from pallas_kernels.hopper.pac_mask import clear_other_rows
 from pallas_kernels.hopper.pac_pipeline import Sizes
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.row_registers import broadcast_rows, filled, over_rows
-from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
+from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, TANH_TO_POWER
 
 #: By reference, weights are added up by columns 8 apart, which threads do by themselves.
 _SUMS = 8
@@ -57,13 +57,20 @@ def init_state(sizes: Sizes, by_reference: bool) -> State:
     )
 
 
-def capped(sizes: Sizes, products: jax.Array, row_scale: jax.Array | None) -> tuple[jax.Array, float | jax.Array]:
-    """Return products [64, block], capped if scores are, and their factor: a number, or one of each row."""
-    factor: float | jax.Array = sizes.factor if sizes.cap_factor is None else sizes.cap_factor
+def capped(
+    sizes: Sizes, products: jax.Array, row_scale: jax.Array | None, masked: bool
+) -> tuple[jax.Array, float | jax.Array]:
+    """Return products [64, block], capped if scores are, and their factor: a number, or one of each row.
+
+    Those that will be masked may be NaN, which must not become that of others.
+    """
+    factor: float | jax.Array = sizes.factor if sizes.cap_factor is None else sizes.cap_factor * TANH_TO_POWER
     factor = factor if row_scale is None else factor * row_scale
     if sizes.cap_factor is None:
         return products, factor
-    return tanh(_scaled(products, factor)), sizes.factor
+    # From 2**26 on tanh is 1 in float32, and four such numbers still have a product.
+    power = jnp.exp2(jnp.minimum(_scaled(products, factor), 26.0))
+    return 1.0 - 2.0 * by_warp.reciprocals(1.0 + power, apart=masked), sizes.factor
 
 
 def add_block(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:

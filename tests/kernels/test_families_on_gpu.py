@@ -311,15 +311,15 @@ def test_one_token_far_above_all_others_gives_its_value(kernels: Kernels, dtype:
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out[request, 0], value)), rtol=1e-3)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("bad", "softcap"), [(np.nan, None), (np.inf, None), (-np.inf, None), (np.nan, 20.0)])
 @pytest.mark.parametrize("request_slot", range(6))
 def test_a_number_that_is_not_finite_never_reaches_another_request(
-    kernels: Kernels, request_slot: int, bad: float
+    kernels: Kernels, request_slot: int, bad: float, softcap: float | None
 ) -> None:
     # One leaf fills a block, which is masked by row; the others share theirs.
     heads, forest = Heads(32, 8, 128), grown(SIX._replace(length=[100, 5, 17, 30, 300, 1, 64]))
     arrays, plan = Arrays.random(forest, heads, jnp.bfloat16, 0), kernels.plan(forest, heads)
-    clean = np.asarray(kernels.attend(*arrays, forest, plan), np.float32)
+    clean = np.asarray(kernels.attend(*arrays, forest, plan, softcap=softcap), np.float32)
     slots = np.full((6, 1), NO_SLOT, np.int32)
     own = forest.context_slots(request_slot)[100:]
     slots[request_slot] = own[len(own) // 2]
@@ -327,10 +327,12 @@ def test_a_number_that_is_not_finite_never_reaches_another_request(
     pages = KVPages(*arrays[1:]).write(slots, row, row)
     others = np.arange(6) != request_slot
     for key, value in ((pages.key, pages.value), (pages.key, arrays.value_pages)):
-        out = np.asarray(kernels.attend(arrays.query, key, value, forest, plan), np.float32)
+        out = np.asarray(kernels.attend(arrays.query, key, value, forest, plan, softcap=softcap), np.float32)
         np.testing.assert_array_equal(out[others], clean[others])
         assert np.isnan(out[request_slot]).all()
-    only_value = np.asarray(kernels.attend(arrays.query, arrays.key_pages, pages.value, forest, plan), np.float32)
+    only_value = np.asarray(
+        kernels.attend(arrays.query, arrays.key_pages, pages.value, forest, plan, softcap=softcap), np.float32
+    )
     np.testing.assert_array_equal(only_value[others], clean[others])
     assert np.isfinite(only_value).all()
 

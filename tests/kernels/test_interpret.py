@@ -199,6 +199,15 @@ def test_a_nan_in_k_stays_with_its_reader_where_its_neighbours_are_masked_by_row
     check(arrays, forest, plan, requests=[1])
 
 
+def test_a_nan_in_k_stays_with_its_reader_where_scores_are_capped_together() -> None:
+    heads, forest = Heads(2, 1, 128), Forest.from_nodes([-1, 0, 0, 0, 0], [16, 9, 12, 14, 5], [1, 2, 3, 4])
+    plan = plan_of(forest, heads, num_ctas=1, block_tokens=64, block_capacity=0)
+    query, keys, values = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=16)
+    page, place = divmod(int(forest.context_slots(1)[19]), forest.page_size)  # a block has pages of several leaves
+    arrays = Arrays(query, keys.at[page, place].set(jnp.nan), values)
+    check(arrays, forest, plan, requests=[0, 2, 3], softcap=20.0)
+
+
 def test_tanh_is_exact_but_for_a_millionth_and_keeps_what_is_not_finite() -> None:
     x = np.concatenate([np.linspace(-30, 30, 4001), 10.0 ** np.arange(-30, 38), [np.inf, -np.inf]]).astype(np.float32)
     np.testing.assert_allclose(softmax.tanh(jnp.asarray(x)), np.tanh(x.astype(np.float64)), rtol=0, atol=1e-6)
