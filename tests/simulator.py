@@ -18,9 +18,10 @@ from jax import lax
 
 from pallas_kernels import by_thread, by_warp
 from pallas_kernels.hopper import pac, tensor_core
-from pallas_kernels.hopper.pac_pipeline import COLUMNS, PaddedRing, Pipeline, Query, Sizes, tiles_of
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, PaddedRing, Pipeline, Query, Sizes
 from pallas_kernels.hopper.terms import TERM, in_terms
 from pallas_kernels.packing import TILE_ROWS, Packing
+from pallas_kernels.shared_memory import swizzled
 
 
 def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
@@ -64,7 +65,7 @@ def query_scratch(sizes: Sizes, other: Any = None) -> Any:
 
     def buffers(parts: int, dtype: Any) -> Any:
         shape = (sizes.query_buffers, parts, packing.units, packing.rows_of_unit, COLUMNS)
-        return plgpu.SMEM(shape, dtype, transforms=tiles_of(dtype, COLUMNS)[1:])
+        return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, COLUMNS)[1:])
 
     copied = buffers(sizes.query_parts, sizes.query_dtype)
     return (copied, buffers(2 * sizes.query_parts, TERM)) if other == TERM else copied
@@ -93,7 +94,7 @@ def in_turn(*refs: Any) -> Any:
 
 def ring_scratch(sizes: Sizes, columns: int) -> Any:
     """Describe a ring of padded rows, [stages, columns / 64, block, 64]."""
-    _, swizzle = tiles_of(sizes.kv_dtype, 64)
+    _, swizzle = swizzled(sizes.kv_dtype, 64)
     return plgpu.SMEM((sizes.stages, columns // 64, sizes.block, 64), sizes.kv_dtype, transforms=(swizzle,))
 
 

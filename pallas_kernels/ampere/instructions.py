@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels.by_thread import THREAD, THREADS, at_index, by_thread, first_of, global_memory, only
+from pallas_kernels.shared_memory import swizzled
 
 #: How shared memory holds what products read.
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TILED = swizzled(jnp.bfloat16, 64)  # of any numbers of 2 bytes
 
 _CHUNK = 8  # numbers of 2 bytes in 16 bytes
 

@@ -37,6 +37,7 @@ from jax import lax
 from pallas_kernels.compat import load
 from pallas_kernels.expert_rows import ROW_GROUP, Tiles
 from pallas_kernels.gates import Activation, gated
+from pallas_kernels.shared_memory import swizzled
 
 _LANES, _LOADER = 2, 2  # warpgroups that compute, and the one that loads
 _REGISTERS = {"compute": 232, "load": 40}  # of a thread; 3 x 128 threads share 65,536
@@ -154,7 +155,7 @@ def grouped_product(
 
 def _scratch(sizes: _Sizes) -> dict[str, Any]:
     """Describe shared memory and barriers."""
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiled = swizzled(sizes.dtype, _DEPTH)
     return {
         "row_ring": plgpu.SMEM((_STAGES, TILE_ROWS, _DEPTH), sizes.dtype, transforms=tiled),
         "weight_ring": plgpu.SMEM((_STAGES, sizes.parts, _DEPTH, sizes.width), sizes.dtype, transforms=tiled),

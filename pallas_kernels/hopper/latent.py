@@ -37,11 +37,12 @@ from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline, LatentSi
 from pallas_kernels.hopper.latent_widen import ROTATED, OneBytePipeline
 from pallas_kernels.hopper.long_heads import LongPipeline
 from pallas_kernels.hopper.pac_load import load_blocks
-from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, tiles_of
+from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS
 from pallas_kernels.hopper.pac_prepare import prepare
 from pallas_kernels.hopper.roles import Role
 from pallas_kernels.hopper.tiling import LONG
 from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.shared_memory import swizzled
 
 _STAGES = 2
 
@@ -108,7 +109,7 @@ def _roles(is_one_byte: bool) -> tuple[Role, ...]:
 
 def _scratch(sizes: LatentSizes) -> dict[str, Any]:
     """Describe shared memory and barriers."""
-    tiled = tiles_of(sizes.dtype, 64)
+    tiled = swizzled(sizes.dtype, 64)
     stages, block, is_one_byte = sizes.stages, sizes.block, sizes.is_one_byte
     right = plgpu.SMEM((stages, block, sizes.head_dim - HALF), sizes.dtype, transforms=tiled)
     # What is widened has no copies that arrive by themselves. The mask comes with what scores begin with.

@@ -34,9 +34,10 @@ from jax import lax
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline, LatentSizes
-from pallas_kernels.hopper.pac_pipeline import Ring, tiles_of
+from pallas_kernels.hopper.pac_pipeline import Ring
 from pallas_kernels.hopper.widen import WIDE
 from pallas_kernels.plan_format import Segment
+from pallas_kernels.shared_memory import swizzled
 
 #: Numbers of a latent that have a scale of their own.
 SCALED_TOGETHER = 128
@@ -66,7 +67,7 @@ def scratch(sizes: LatentSizes, tiled: tuple[Any, ...]) -> dict[str, Any]:
     def ring(columns: int, dtype: Any, transforms: tuple[Any, ...] = tiled) -> Any:
         return plgpu.SMEM((sizes.stages, sizes.block, columns), dtype, transforms=transforms)
 
-    narrow = ring(2 * HALF, sizes.kv_dtype, tiles_of(sizes.kv_dtype, 64))
+    narrow = ring(2 * HALF, sizes.kv_dtype, swizzled(sizes.kv_dtype, 64))
     rotated = ring(sizes.head_dim - sizes.value_head_dim, ROTATED)
     return {
         "right_and_narrow": tensor_core.in_turn(ring(HALF, sizes.dtype), narrow),

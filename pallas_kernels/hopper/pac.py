@@ -30,12 +30,13 @@ from pallas_kernels.heads import Scores
 from pallas_kernels.hopper import roles, tensor_core, terms, token_scales, widen
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
-from pallas_kernels.hopper.pac_pipeline import COLUMNS, LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes, tiles_of
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
 from pallas_kernels.hopper.pac_prepare import prepare
 from pallas_kernels.hopper.roles import Role
 from pallas_kernels.hopper.tiling import stages_of
 from pallas_kernels.hopper.widen import OneBytePipeline, OneByteSizes
 from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.shared_memory import swizzled
 
 
 def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -108,7 +109,7 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
     def ring(columns: int) -> Any:
         if sizes.is_padded:
             return tensor_core.ring_scratch(sizes, columns)
-        tiled = tiles_of(sizes.kv_dtype, COLUMNS)
+        tiled = swizzled(sizes.kv_dtype, COLUMNS)
         return plgpu.SMEM((sizes.stages, sizes.block, columns), sizes.kv_dtype, transforms=tiled)
 
     copies, buffers, rings = sizes.query_parts, sizes.query_buffers, (LANES + 1) * sizes.stages
@@ -120,7 +121,7 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         # Readers, and positions with causal masks and windows, of each token.
         "mask": plgpu.SMEM((sizes.stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
         # The state that one lane of a narrow segment hands to the other.
-        "state": plgpu.SMEM((TILE_ROWS, sizes.acc_columns), jnp.float32, transforms=tiles_of(jnp.float32, 32)),
+        "state": plgpu.SMEM((TILE_ROWS, sizes.acc_columns), jnp.float32, transforms=swizzled(jnp.float32, 32)),
         "state_rows": plgpu.SMEM((2, TILE_ROWS), jnp.float32),
         "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * copies, num_barriers=buffers),
         "query_together": plgpu.Barrier(num_arrivals=copies, num_barriers=buffers),

@@ -269,11 +269,6 @@ class Pipeline:
         return jnp.where(segment.is_wide, LANES, lax.rem(number, jnp.int32(LANES)))
 
 
-def tiles_of(dtype: Any, columns: int) -> tuple[Any, ...]:
-    """Return how rows lie in shared memory for products: in tiles of 8, and of so many columns, swizzled."""
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
-
-
 def past_the_end(start: int, size: int, any_number: jax.Array) -> Any:
     """Return a slice of `size` that may pass the end of an array in memory: what a copy finds there is 0.
 

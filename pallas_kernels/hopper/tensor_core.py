@@ -8,10 +8,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.compat import load, store, transposed
-from pallas_kernels.hopper.pac_pipeline import COLUMNS, EIGHTS, PaddedRing, Pipeline, Query, Sizes, tiles_of
+from pallas_kernels.hopper.pac_pipeline import COLUMNS, EIGHTS, PaddedRing, Pipeline, Query, Sizes
 from pallas_kernels.hopper.terms import in_terms
 from pallas_kernels.packing import TILE_ROWS, Packing
 from pallas_kernels.row_registers import filled
+from pallas_kernels.shared_memory import swizzled
 
 
 def query_scratch(sizes: Sizes, other: Any = None) -> Any:
@@ -21,12 +22,12 @@ def query_scratch(sizes: Sizes, other: Any = None) -> Any:
     where their memory begins; Pallas does not promise that of unions, so it rests on the tests that run on a GPU.
     """
     shape = (sizes.query_buffers, sizes.query_parts, TILE_ROWS, COLUMNS)
-    _, swizzle = tiled = tiles_of(sizes.query_dtype, COLUMNS)
+    _, swizzle = tiled = swizzled(sizes.query_dtype, COLUMNS)
     views = [plgpu.SMEM(shape, sizes.query_dtype, transforms=view) for view in ((swizzle,), tiled)]
     if other is not None:
         parts = sizes.query_parts * sizes.query_dtype.itemsize // jnp.dtype(other).itemsize
         shape = (sizes.query_buffers, parts, TILE_ROWS, COLUMNS)
-        views.append(plgpu.SMEM(shape, other, transforms=tiles_of(other, COLUMNS)))
+        views.append(plgpu.SMEM(shape, other, transforms=swizzled(other, COLUMNS)))
     return plgpu.RefUnion(*views)
 
 
@@ -46,7 +47,7 @@ def ring_scratch(sizes: Sizes, columns: int) -> Any:
     A copy fills tiles of 8 rows only if these divide a head's row.
     """
     shape = (sizes.stages, columns // COLUMNS, sizes.block, COLUMNS)
-    _, swizzle = tiled = tiles_of(sizes.kv_dtype, COLUMNS)
+    _, swizzle = tiled = swizzled(sizes.kv_dtype, COLUMNS)
     return plgpu.RefUnion(*(plgpu.SMEM(shape, sizes.kv_dtype, transforms=view) for view in ((swizzle,), tiled)))
 
 

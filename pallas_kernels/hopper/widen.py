@@ -28,9 +28,10 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core, terms, token_scales
-from pallas_kernels.hopper.pac_pipeline import EIGHTS, LANES, Pipeline, Sizes, tiles_of
+from pallas_kernels.hopper.pac_pipeline import EIGHTS, LANES, Pipeline, Sizes
 from pallas_kernels.hopper.terms import TERM
 from pallas_kernels.plan_format import Segment
+from pallas_kernels.shared_memory import swizzled
 
 #: What numbers of 8 bits are made into.
 WIDE = jnp.float16
@@ -152,7 +153,7 @@ def scratch(sizes: OneByteSizes) -> dict[str, Any]:
     shape = sizes.buffers, sizes.block, sizes.value_head_dim
     return {
         "query_buffers": tensor_core.query_scratch(sizes, TERM),
-        "widened": plgpu.SMEM(shape, WIDE, transforms=tiles_of(WIDE, 64)),
+        "widened": plgpu.SMEM(shape, WIDE, transforms=swizzled(WIDE, 64)),
         "values_free": plgpu.Barrier(num_barriers=sizes.stages),
         "widened_full": plgpu.Barrier(num_barriers=(LANES + 1) * sizes.buffers),
         "widened_free": plgpu.Barrier(num_arrivals=LANES, num_barriers=sizes.buffers),
