@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from benchmarks.inputs import MAX_RELATIVE_ERROR, Case, Layout, check, make_inputs, planned_call, reference
+from benchmarks.inputs import MAX_RELATIVE_ERROR, PLAIN, Case, Layout, check, make_inputs, planned_call, reference
 from benchmarks.peers import MAX_PEER_ERROR, PEERS, Tensors, start
 from benchmarks.rows import reason
 from benchmarks.turns import GPU, NCU
@@ -98,7 +98,7 @@ def prepare(case: Case, caller: str) -> Callable[[], object]:
         return lambda: jax.block_until_ready(attend())
     import torch
 
-    run = PEERS[caller][CONFIGURATIONS[caller]](Tensors.of(inputs))
+    run = PEERS[caller][CONFIGURATIONS[caller]](Tensors.of(inputs, PLAIN))
     check(run().float().cpu().numpy(), expected[inputs.forest.request_of_row], MAX_PEER_ERROR)
     return lambda: (run(), torch.cuda.synchronize())
 

@@ -20,7 +20,7 @@ else:
 
 def bucket(size: int, minimum: int = 8) -> int:
     """Return the smallest of minimum x 2^i and 1.5 x minimum x 2^i that holds `size`: under 50% is padding."""
-    power = minimum
+    power = max(minimum, 1)
     while power < size:
         if power + power // 2 >= size:
             return power + power // 2

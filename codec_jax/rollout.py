@@ -300,8 +300,9 @@ class EngineRollout(BaseRollout):
                 with self._lock:
                     self.engine.step()
         except BaseException:
-            for request in requests:
-                self.engine.abort(request)
+            with self._lock:
+                for request in requests:
+                    self.engine.abort(request)
             raise
         for request in requests:
             if request.error is not None:

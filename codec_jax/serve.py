@@ -121,9 +121,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     checkpoint = open_checkpoint(arguments.model)
-    if arguments.max_context is not None and arguments.max_context > checkpoint.max_context:
+    if arguments.max_context is not None and not 0 < arguments.max_context <= checkpoint.max_context:
         raise ValueError(
-            f"--max-context: expected at most {checkpoint.max_context}, which the model was made for, "
+            f"--max-context: expected 1 to {checkpoint.max_context}, which the model was made for, "
             f"got {arguments.max_context}"
         )
     groups = device_groups(

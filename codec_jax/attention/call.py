@@ -147,6 +147,8 @@ def forest_attention(
     if sinks is not None:
         _check_sinks(sinks, query)
     dtype = query.dtype
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    key_scale, value_scale = (None if x is None else checks.array(name, x) for name, x in scales.items())
     for name, factor in (("key_scale", key_scale), ("value_scale", value_scale)):
         if factor is not None:
             _check_scale(name, factor, keys, of_latents=quantisation is not None)
@@ -241,7 +243,7 @@ def _check_scale(name: str, scale: Array, key_pages: Array, *, of_latents: bool)
         raise ValueError(f"{name}: expected None for pages of {key_pages.dtype}; scales are for one byte a number")
     num_pages, page_size, heads, _ = key_pages.shape
     by_token = {"num_pages": num_pages, "K": heads, "page_size": page_size}
-    checks.shape(name, checks.array(name, scale), **(by_token if scale.ndim == 3 else {"K": heads}))
+    checks.shape(name, scale, **(by_token if scale.ndim == 3 else {"K": heads}))
     checks.float_dtype(name, scale.dtype)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from codec_jax import checks
-from codec_jax.arrays import Integers, bucket
+from codec_jax.arrays import Integers, bucket, expand
 from codec_jax.forest import edits, views
 from codec_jax.forest.forest_arrays import ForestArrays
 from codec_jax.forest.hidden import hidden_from_readers
@@ -233,12 +233,15 @@ class Forest(ForestArrays):
 
     @property
     def forgotten(self) -> Int[np.ndarray, " nodes"]:
-        """Tokens of each node, from its first on, whose pages were given back; on the host."""
-        gone = self.page_ids == GONE
-        if not gone.any():
-            return np.zeros(self.node_capacity, np.int64)
-        node = np.repeat(np.arange(self.node_capacity), self.page_count)
-        return np.bincount(node[gone[: len(node)]], minlength=self.node_capacity) * self.page_size
+        """Tokens of each node up to the end of the last page that was given back; on the host.
+
+        Where nodes have become one, pages that are still there may lie before that.
+        """
+        node, number = expand(self.page_count)
+        gone = np.flatnonzero(self.page_ids[: len(node)] == GONE)
+        pages = np.zeros(self.node_capacity, np.int64)
+        np.maximum.at(pages, node[gone], number[gone] + 1)
+        return pages * self.page_size
 
     def spread(self, num_pages: int, devices: int) -> tuple[Forest, PagePool]:
         """Lay the pages of a new forest out over several devices, so that all have about as many to read.

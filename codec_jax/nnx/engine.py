@@ -106,7 +106,8 @@ class Engine:
             device has left.
           page_size: tokens in a page.
           max_context: tokens of prompt and text together, at most; defaults to what the pool holds.
-          prefill_tokens: tokens of prompts that a step computes beside requests that decode, at most.
+          prefill_tokens: tokens of prompts that a step computes beside requests that decode, at most, but a chunk at
+            least: 128, or two pages if they have more.
           steps: tokens that requests draw between two looks of the host, while no prompt is computed.
           room: the share of `max_tokens` for which there must be pages before a request enters. With 1, all that are
             inside can finish. With less, more are inside at a time, and one may have to give way, to be computed

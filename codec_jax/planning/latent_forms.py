@@ -11,6 +11,7 @@ What reconstruction itself takes is not counted: it is done once, for many steps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from pallas_kernels.packing import TILE_ROWS
 
 #: Of an H200, for devices whose rates are not published.
 _RATES = Rates(4.5e6, 650e6)
-#: What it takes a call to attend to K and V beside latents: two more kernels, and partials of both to be merged.
+#: What it takes a call on a GPU to attend to K and V beside latents: two more kernels, and partials of both to merge.
 _BESIDE_US = 20.0
 
 
@@ -45,8 +46,8 @@ def choose_reconstructed(
 ) -> PageSubset:
     """Choose the pages whose K and V are worth having: of nodes with many readers, those that save the most first.
 
-    A node is chosen whole, and none that grows; none at all if together they do not save what it costs a call to have
-    two forms. Rates are those published for the default device.
+    A node is chosen whole, and none that grows; none at all if together they do not save what it costs a call on a GPU
+    to have two forms. Rates are those published for the default device.
 
     Args:
       forest: a forest with NumPy arrays.
@@ -83,8 +84,26 @@ def choose_reconstructed(
         raise ValueError(f"num_pages: expected at least {last + 1}, which the forest refers to, got {num_pages}")
     copies = PageCopies.none(num_pages, checks.integer("capacity", capacity))
     forms = Forms(num_q_heads, latent, rope, nope, value, itemsize, query_tokens)
-    saved = forms.saved_us(forest.readers).clip(min=0.0) @ forest.length
-    return copies.follow(forms.worth_reconstructing(forest) if saved > _BESIDE_US else []).subset
+    worth = forms.worth_reconstructing(forest)
+    chosen = copies.follow([node.pages for node in worth]).subset
+    return chosen if pays([node for node in worth if node.is_in(chosen)]) else copies.follow([]).subset
+
+
+class Worth(NamedTuple):
+    """A node whose K and V are worth having."""
+
+    pages: Int[np.ndarray, " pages"]
+    saved_us: float  # of a call
+
+    def is_in(self, subset: PageSubset) -> bool:
+        """Whether there was room for all of it."""
+        return bool((subset.place[self.pages] >= 0).all())
+
+
+def pays(nodes: Sequence[Worth]) -> bool:
+    """Say whether some nodes together save what it costs a call to have two forms."""
+    beside = _BESIDE_US if jax.devices()[0].platform == "gpu" else 0.0
+    return sum(node.saved_us for node in nodes) > beside
 
 
 class Forms(NamedTuple):
@@ -98,16 +117,21 @@ class Forms(NamedTuple):
     itemsize: int = 2  # bytes of a number, of latents and of K and V
     query_tokens: int = 1  # T
 
-    def worth_reconstructing(self, forest: Forest) -> list[Int[np.ndarray, " pages"]]:
-        """Return the pages of each node whose K and V are worth having, of the one that saves the most first.
+    def worth_reconstructing(self, forest: Forest) -> list[Worth]:
+        """Return the nodes whose K and V are worth having, the one that saves the most of a token first.
 
-        None of these nodes grows.
+        None of them grows, and together they pay.
         """
         saved = self.saved_us(forest.readers)
         saved[growing_leaves(forest)] = 0.0
         order = np.argsort(-saved, kind="stable")
-        pages = [forest.pages_of(node) for node in order[saved[order] > 0].tolist()]
-        return [of_node[of_node != GONE] for of_node in pages]
+
+        def worth(node: int) -> Worth:
+            pages = forest.pages_of(node)
+            return Worth(pages[pages != GONE], float(saved[node] * forest.length[node]))
+
+        nodes = [worth(node) for node in order[saved[order] > 0].tolist()]
+        return nodes if pays(nodes) else []
 
     def saved_us(self, readers: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return what K and V save of the time that a token's latent takes, with so many readers."""

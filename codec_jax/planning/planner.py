@@ -147,6 +147,11 @@ def make_plan(
             )
         tiling = default_tiling(heads)
         block_tokens = tiling.block_tokens[-1] if block_tokens is None else block_tokens
+        if lanes is not None and checks.integer("lanes", lanes) > tiling.sums:
+            raise ValueError(
+                f"lanes: expected at most {tiling.sums} with the policy 'invariant', as many sums as a row has in a "
+                f"segment on this device, got {lanes}"
+            )
         lanes = tiling.sums if lanes is None else lanes
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     chosen = {name: x for name, x in given.items() if x is not None}

@@ -115,7 +115,7 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "some candidates": Layout(Heads(4, 2, 16), 5),
     "one candidate": Layout(Heads(2, 1, 16), 1),
-    "pages in places of their own": Layout(Heads(4, 2, 16), 5, block_tokens=32, lanes=2, policy="invariant"),
+    "pages in places of their own": Layout(Heads(4, 2, 16), 5, block_tokens=32, policy="invariant"),
     # Pages of candidates that none of a tile's rows comes before, and yet not all of them descend from.
     "candidates over several pages and tiles": Layout(Heads(4, 1, 16), 21, page_size=8, tile_rows=8, block_tokens=16),
     "pages in parts, pairs of tiles": Layout(Heads(6, 2, 16), 9, page_size=32, tile_rows=9, block_tokens=16, lanes=2),

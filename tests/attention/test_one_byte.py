@@ -79,6 +79,8 @@ def test_flash_decoding_takes_factors_of_each_row_and_kv_head() -> None:
     [
         (jnp.bfloat16, np.ones(2), "key_scale: expected None for pages of bfloat16; scales are for one byte a number"),
         (jnp.float8_e4m3fn, np.ones(3), "key_scale: expected shape [K = 2], got (3,)"),
+        (jnp.float8_e4m3fn, [1.0, 1.0, 1.0], "key_scale: expected shape [K = 2], got (3,)"),
+        (jnp.float8_e4m3fn, 0.5, "key_scale: expected shape [K = 2], got ()"),
         (jnp.float8_e4m3fn, np.ones(2, int), "key_scale: expected float32"),
         (
             jnp.float8_e4m3fn,

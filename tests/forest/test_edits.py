@@ -414,3 +414,9 @@ def test_a_reservation_that_the_pool_cannot_serve_raises_however_large_it_is(tok
     pool = PagePool.create(3, taken=forest.used_pages)
     with unchanged(forest, pool), pytest.raises(OutOfPagesError, match=r"the pool has 1 free pages of 3"):
         forest.reserve(pool, tokens)
+
+
+def test_a_forest_without_capacity_for_pages_grows() -> None:
+    forest, _ = Forest.from_nodes([-1], [0], [0], page_capacity=0).reserve(PagePool.create(8), 4)
+    assert forest.page_count.sum() == 1
+    assert forest.page_capacity >= 1

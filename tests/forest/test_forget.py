@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from codec_jax import Forest, KVPages, PagePool, Window, make_plan
 from codec_jax.attention import forest_attention
 from codec_jax.forest.tree import GONE
+from pallas_kernels.plan_format import Page
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -41,6 +42,36 @@ def test_exactly_what_nobody_sees_is_given_back(tree: Tree, tokens: int, chunked
     for request in requests:
         after, freed = after.retire(freed, [request])
     assert freed.num_free == pool.num_pages - unread
+
+
+@given(trees(), st.sampled_from([1, 20, 64]), st.integers(0, 40), st.sampled_from([1, 5]), st.data())
+@settings(max_examples=80, deadline=None)
+def test_plans_after_edits_list_no_page_that_was_given_back(
+    tree: Tree, tokens: int, wider: int, query_tokens: int, data: st.DataObject
+) -> None:
+    """Where a child became part of its node, pages that are there may lie before some that are gone."""
+    forest = Forest.from_nodes(*tree, page_size=8)
+    pool = PagePool.create(len(forest.used_pages) + 3, forest.used_pages)
+    forest, pool = forest.forget(pool, Window(tokens))
+    retired = data.draw(st.lists(st.sampled_from(np.flatnonzero(forest.active).tolist()), unique=True))
+    forest, pool = forest.retire(pool, retired)
+    options = {"window": tokens + wider, "query_tokens": query_tokens, "block_tokens": 16}
+    if (forest.forgotten > forest.hidden_by(Window(tokens + wider), query_tokens)).any():
+        with pytest.raises(ValueError, match=r"window: expected one that hides what `Forest.forget` gave back"):
+            make_plan(forest, **HEADS, **options)
+        return
+    plan = make_plan(forest, **HEADS, **options)
+    pages = plan.arrays.block_pages.reshape(-1, 4)
+    assert (pages[pages[:, Page._fields.index("readers")] != 0, Page._fields.index("page_id")] >= 0).all()
+
+
+def test_a_child_that_became_part_of_a_node_keeps_what_was_given_back_known() -> None:
+    forest = Forest.from_nodes([-1, 0, 0], [1008, 1008, 16], [1, 2], node_capacity=8, page_capacity=256)
+    forest, pool = forest.forget(PagePool.create(256, forest.used_pages), Window(96))
+    forest, _ = forest.retire(pool, [1])
+    assert forest.forgotten[forest.path(0)[0]] == 1920
+    with pytest.raises(ValueError, match=r"window: expected one that hides what `Forest.forget` gave back"):
+        make_plan(forest, **HEADS, window=150)
 
 
 def test_a_pool_for_the_window_lasts_for_ten_windows_of_growth() -> None:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forests import Tree, renumbered
-from kernel_calls import SIX, TREE, Arrays, Exact, Heads, attend, check, plan_of, token_scales
+from kernel_calls import H200, SIX, TREE, Arrays, Exact, Heads, attend, check, plan_of, token_scales
 from plan_cases import num_wide
 
 from codec_jax import Forest, PagePool, Window
-from codec_jax.planning import invariant
+from codec_jax.planning import invariant, planner
 from pallas_kernels import HOPPER
 
 if not hasattr(plgpu, "InterpretGPUParams"):
@@ -219,6 +219,7 @@ def test_a_request_has_the_same_bits_in_any_company_under_policy_invariant(
 ) -> None:
     """In parts of two blocks, one for each lane; the rows' places in the tile differ, and so do the streams."""
     monkeypatch.setattr(invariant, "_SHORTEST", 7)
+    monkeypatch.setattr(planner, "default_tiling", lambda heads: HOPPER.tiling(heads, H200))
     heads, forest = Heads(1, 1, 128), Forest.from_nodes([-1, 0, 0, 1, 1], [128, 64, 9, 70, 7], [2, 4, 3], page_size=64)
     arrays, outs = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=9), []
     for view in (forest, forest.only([2])):

@@ -13,17 +13,27 @@ from plan_cases import HEADS, Case, cases, room, rows_of, used_segments, visible
 from codec_jax import Forest, PagePool, Plan, make_plan, replan
 from codec_jax.forest import PageSubset
 from codec_jax.forest.homes import Homes
-from codec_jax.planning import invariant
+from codec_jax.planning import invariant, planner
+from pallas_kernels import Tiling
 
 SHORTEST, LONGEST = 32, 128  # tokens of a part, so that small forests have several
 Partials = list[list[list[list[int]]]]
 
 
 @pytest.fixture(autouse=True)
-def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_parts_and_two_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "default_tiling", lambda _: Tiling(16, 16, 2, (256, 256), sums=2))
     monkeypatch.setattr(invariant, "_SHORTEST", SHORTEST.bit_length() - 1)
     monkeypatch.setattr(invariant, "_LONGEST", LONGEST.bit_length() - 1)
     monkeypatch.setattr(invariant, "_SHARE", 0.2)
+
+
+def test_more_sums_than_the_device_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forest = Forest.from_nodes([-1], [9], [0])
+    monkeypatch.setattr(planner, "default_tiling", lambda _: Tiling(16, 16, 2, (256, 256), sums=1))
+    with pytest.raises(ValueError, match=r"lanes: expected at most 1 with the policy 'invariant', .* got 2"):
+        make_plan(forest, **HEADS, lanes=2, policy="invariant")
+    assert make_plan(forest, **HEADS, policy="invariant").arrays.lanes == 1
 
 
 def plan_of(case: Case, forest: Forest, **options: Any) -> Plan:

@@ -553,7 +553,8 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
     ("options", "expected"),
     [
         (["--model", "nowhere"], "expected one with config.json"),
-        (["--max-context", "1000"], f"--max-context: expected at most {CONTEXT}"),
+        (["--max-context", "1000"], f"--max-context: expected 1 to {CONTEXT}"),
+        (["--max-context", "0"], f"--max-context: expected 1 to {CONTEXT}"),
         (["--api-key", ""], "--api-key: expected a key, got an empty one"),
         (["--max-requests", "0"], "max_requests: expected an integer of at least 1"),
         (["--kv-cache-gib", "-1"], "expected"),
