@@ -21,8 +21,7 @@ Partials = list[list[list[list[int]]]]
 
 
 @pytest.fixture(autouse=True)
-def _short_parts_and_two_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "default_tiling", lambda _: Tiling(16, 16, 2, (256, 256), sums=2))
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariant, "_SHORTEST", SHORTEST.bit_length() - 1)
     monkeypatch.setattr(invariant, "_LONGEST", LONGEST.bit_length() - 1)
     monkeypatch.setattr(invariant, "_SHARE", 0.2)
