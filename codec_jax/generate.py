@@ -47,6 +47,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from codec_jax import checks
+from codec_jax.command_line import gib_parser, number_parser
 from codec_jax.interrupts import interrupts
 from codec_jax.nnx import (
     PUBLISHED,
@@ -162,9 +163,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="codec-jax generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    count = _number(int, "a positive whole number", 1, math.inf)
-    seed = _number(int, "a whole number from 0 to 2**32 - 1", 0, 2**32)
-    gib = _number(float, "a positive number of GiB", math.ulp(0.0), math.inf)
+    count = number_parser(int, "a positive whole number", 1, math.inf)
+    seed = number_parser(int, "a whole number from 0 to 2**32 - 1", 0, 2**32)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint")
     model.add_argument("--random-weights", choices=PUBLISHED, help="measure with random weights of these sizes instead")
@@ -187,25 +187,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-requests", type=count, default=128, help="decoded at a time, by each replica (default: 128)"
     )
-    parser.add_argument("--kv-cache-gib", type=gib, help=KV_CACHE_HELP)
+    parser.add_argument("--kv-cache-gib", type=gib_parser(), help=KV_CACHE_HELP)
     parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
     for axis, text in PARALLEL_HELP.items():
         parser.add_argument(f"--{axis}-parallel", type=count, default=1, help=text)
     return parser.parse_args(argv)
-
-
-def _number(kind: type, expected: str, low: float, high: float) -> Callable[[str], float]:
-    """Return a parser of numbers with low <= number < high."""
-
-    def parse(text: str) -> float:
-        try:
-            if low <= (number := kind(text)) < high:
-                return number
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-
-    return parse
 
 
 def _open_model(arguments: argparse.Namespace) -> Model:

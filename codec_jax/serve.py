@@ -31,6 +31,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from codec_jax.command_line import gib_parser, number_parser
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import INVARIANT_HELP, Engine
@@ -100,7 +101,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    port = number_parser(int, "a port from 0 to 65535", 0, 65536)
+    parser.add_argument("--port", type=port, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=f"that calls must bring (default: {KEY}'s)")
     parser.add_argument("--served-model-name", help="name in calls (default: that of the directory)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -112,7 +114,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-context", type=int, help="tokens of prompt and text (default: all that there is room for)"
     )
     parser.add_argument("--prefill-tokens", type=int, default=2048, help="of prompts in a step (default: 2048)")
-    parser.add_argument("--kv-cache-gib", type=float, help=KV_CACHE_HELP)
+    parser.add_argument("--kv-cache-gib", type=gib_parser(), help=KV_CACHE_HELP)
     parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
     for axis, text in PARALLEL_HELP.items():
         parser.add_argument(f"--{axis}-parallel", type=int, default=1, help=text)

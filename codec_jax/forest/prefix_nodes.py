@@ -207,6 +207,31 @@ class PrefixNodes:
         """
         return self._content.match(token_ids("tokens", tokens), self._leaves(growing), most)
 
+    def match_in_full_pages(self, tokens: Integers, growing: Integers = ()) -> int:
+        """Count the tokens of a match up to its first page that is not full, but for the list's last one.
+
+        Who shares no more than that takes, all in all, the pages that the list would take alone.
+
+        Args:
+          tokens, growing: as in `match`.
+
+        Raises what `match` raises.
+
+        >>> cache, _ = PrefixCache.create(num_pages=64, page_size=16, request_capacity=2).add([range(20)])
+        >>> cache, _ = cache.add([range(60)])  # in pages of its own from the 17th token on
+        >>> cache.match_in_full_pages(range(20)), cache.match_in_full_pages(range(21))
+        (20, 16)
+        """
+        wanted, size = token_ids("tokens", tokens), self.tree.page_size
+        node, offset, length = self._content.match(wanted, self._leaves(growing))
+        path = path_to(self.tree.parent, node)
+        lengths = self.tree.length[path]
+        lengths[-1:] = offset
+        if length == len(wanted):
+            lengths[-1:] += -offset % size  # the last page may have room
+        partial = np.flatnonzero(lengths % size)
+        return min(length, int(lengths[: partial[0] + 1].sum()) // size * size) if len(partial) else length
+
     def needed(self, tokens: Integers, growth: int = 0, growing: Integers = (), most: int | None = None) -> int:
         """Count the pages that a list would take from `available`, and what it generates too.
 

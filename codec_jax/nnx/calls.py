@@ -79,7 +79,8 @@ def submit_samples(
     checks.instance("params", params, SamplingParams)
     tokens = tokens_of(self, "prompt", prompt)
     streams = range(params.stream, params.stream + checks.integer("samples", samples))
-    return [self.submit(tokens, replace(params, stream=stream), on_update=on_update) for stream in streams]
+    of_samples = [replace(params, stream=stream) for stream in streams]  # all, or an error, before one is taken
+    return [self.submit(tokens, of_sample, on_update=on_update) for of_sample in of_samples]
 
 
 def fork(

@@ -208,7 +208,7 @@ class Device:
             allowed = np.zeros(options.allowed.shape, np.uint32)
             for row, mask in masks.items():
                 allowed[row] = allowed_words(mask, self._config.vocab_size)
-            options = options._replace(allowed=allowed)
+            options = options._replace(allowed=everywhere(self._model.mesh, allowed))
         return options
 
     def _begin_history(self, running: Running) -> None:

@@ -18,7 +18,7 @@ from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
 from codec_jax.planning.division import INVARIANT, Policy
 from codec_jax.planning.invariant import parts_of, room_for_more
-from codec_jax.planning.latent_forms import pays
+from codec_jax.planning.latent_forms import pay_together
 from codec_jax.planning.plan import growing_pages
 from codec_jax.traffic import Traffic, count_decode
 from pallas_kernels import Heads
@@ -150,7 +150,7 @@ class Intervals:
         written = np.concatenate([growing_pages(forest), written])
         worth = self._forms.worth_reconstructing(forest)
         copies, subset, pages, places = copies.follow([node.pages for node in worth], written)
-        read = subset if pays([node for node in worth if node.is_in(subset)]) else None
+        read = subset if pay_together([node for node in worth if node.is_in(subset)]) else None
         return Planned(self.plan(forest, 1, block_capacity, read), copies, pages, places)
 
     def plan(

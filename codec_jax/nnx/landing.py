@@ -127,7 +127,8 @@ def _accepted(request: Request, tokens: list[int]) -> tuple[list[int], FinishRea
     if request.stream is not None:
         request.stream.push(tokens[: -1 if stop else None])
         if request.stream.stopped:
-            tokens, stop = tokens[: request.stream.kept_tokens - len(request.tokens)], True
+            kept = request.stream.kept_tokens - len(request.tokens)
+            tokens, stop = tokens[: max(kept, 0)], True  # what a fork began with may have the string
     if request.matcher is not None:
         _consume(request, tokens)
         stop = stop or request.matcher.is_stopped()
@@ -142,6 +143,8 @@ def _consume(request: Request, tokens: Sequence[int]) -> None:
         if not request.matcher.consume_token(token):
             raise ValueError(f"matcher: expected token {token} to be consumed, which it had allowed")
     request.mask = request.matcher.compute_bitmask()
+    if not any(request.mask) and not request.matcher.is_stopped():
+        raise ValueError("matcher: expected a token to be allowed, or the matcher to be stopped, got neither")
 
 
 @contextmanager

@@ -180,6 +180,9 @@ class Scheduler:
         growing = [running.row for running in self.running if running.flying]
         if request.params.prompt_logprobs and self.cache.windows is not None:
             most = _unscored(request)  # what these tokens see may be gone
+        if not request.params.max_tokens:  # it may be pinned, in as many pages as its tokens fill
+            full = self.cache.match_in_full_pages(wanted, growing)
+            most = full if most is None else min(most, full)
         needed = self.cache.needed(wanted, self._promise(request.tokens_left), growing, most)
         # One that is alone enters anyway: it would have been refused if the pool could not hold it.
         if self.running and not self._is_room_for(needed):

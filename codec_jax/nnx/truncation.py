@@ -23,7 +23,7 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, scores: Float[Array, "B V"]) -> "_Order":
-        bits = lax.bitcast_convert_type(scores + 0.0, jnp.int32)  # the sum turns -0 into 0
+        bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # -0 is 0
         # Of negative numbers a greater one has smaller bits.
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ np.int32(-(2**31))
         place = np.arange(scores.shape[1], dtype=np.uint32)[None, ::-1]

@@ -86,7 +86,7 @@ def choose_reconstructed(
     forms = Forms(num_q_heads, latent, rope, nope, value, itemsize, query_tokens)
     worth = forms.worth_reconstructing(forest)
     chosen = copies.follow([node.pages for node in worth]).subset
-    return chosen if pays([node for node in worth if node.is_in(chosen)]) else copies.follow([]).subset
+    return chosen if pay_together([node for node in worth if node.is_in(chosen)]) else copies.follow([]).subset
 
 
 class Worth(NamedTuple):
@@ -100,7 +100,7 @@ class Worth(NamedTuple):
         return bool((subset.place[self.pages] >= 0).all())
 
 
-def pays(nodes: Sequence[Worth]) -> bool:
+def pay_together(nodes: Sequence[Worth]) -> bool:
     """Say whether some nodes together save what it costs a call to have two forms."""
     beside = _BESIDE_US if jax.devices()[0].platform == "gpu" else 0.0
     return sum(node.saved_us for node in nodes) > beside
@@ -131,7 +131,7 @@ class Forms(NamedTuple):
             return Worth(pages[pages != GONE], float(saved[node] * forest.length[node]))
 
         nodes = [worth(node) for node in order[saved[order] > 0].tolist()]
-        return nodes if pays(nodes) else []
+        return nodes if pay_together(nodes) else []
 
     def saved_us(self, readers: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return what K and V save of the time that a token's latent takes, with so many readers."""

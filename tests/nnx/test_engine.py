@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cases import DOCUMENT, LONG, PAGE_SIZE, PROMPTS, QUESTIONS, VOCAB, Dense, Setup, small_tiles
+from cases import CONTEXT, DOCUMENT, LONG, PAGE_SIZE, PROMPTS, QUESTIONS, VOCAB, Dense, Setup, small_tiles
 from engines import (
     assert_alone,
     assert_no_page_leaked,
@@ -21,7 +21,7 @@ from engines import (
 from flax import nnx
 
 from codec_jax.errors import LogitsError
-from codec_jax.nnx import Decoder, DecoderConfig, landing
+from codec_jax.nnx import Decoder, DecoderConfig, beam_search, landing
 from codec_jax.nnx import engine as engine_module
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
@@ -83,6 +83,7 @@ def test_warming_up_compiles_each_program_once(mesh: tuple[int, int] | None) -> 
         programs = sum("run" in name or "divided" in name for name in compiled)
         compiled.clear()
         engine.generate([LONG[:90], [7]], greedy(9))
+        engine.generate([[7]], greedy(4, matcher=Only({3, 5}, 9)))
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert programs == 3  # steps without chunks, with one, and with two: their plans are of one size each
@@ -140,6 +141,12 @@ def test_a_fork_goes_on_from_where_its_source_is(engine: Engine, dense: Dense) -
     assert other.tokens[: len(before)] == before
     assert other.tokens != source.tokens
     np.testing.assert_allclose(other.logprobs, dense.logprobs(PROMPTS[0], other.tokens), atol=2e-4)
+
+
+def test_samples_are_all_taken_or_none(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"stream: expected"):
+        engine.submit_samples([1, 2], 3, SamplingParams(max_tokens=50, stream=2**31 - 2))
+    assert engine.idle
 
 
 # --- What comes with the tokens ----------------------------------------------------------------------------------
@@ -249,6 +256,21 @@ def test_a_matcher_says_what_may_come_and_when_it_ends(engine: Engine, dense: De
         assert_alone(other, dense)
 
 
+def test_a_matcher_that_allows_nothing_ends_its_request(engine: Engine, dense: Dense) -> None:
+    class Nothing(Only):
+        def compute_bitmask(self) -> bytes:
+            return super().compute_bitmask() if self.count > 2 else bytes(VOCAB)
+
+    other = engine.submit(PROMPTS[1], greedy())
+    [request] = engine.generate([PROMPTS[0]], greedy(20, matcher=Nothing({3, 11}, 4)))
+    assert request.finish_reason == "error"
+    assert "expected a token to be allowed" in str(request.error)
+    with pytest.raises(ValueError, match=r"matcher: expected a token to be allowed"):
+        engine.submit(PROMPTS[0], greedy(20, matcher=Nothing({3, 11}, 2)))
+    run(engine)
+    assert_alone(other, dense)
+
+
 # --- Others are not harmed ---------------------------------------------------------------------------------------
 
 
@@ -319,6 +341,23 @@ def test_a_pin_counts_before_it_is_computed(setup: Setup) -> None:
     for pin in (*pins, *fillers):
         engine.unpin(pin)
     run(engine)
+    assert_no_page_leaked(engine)
+
+
+def test_a_pin_of_a_text_that_beams_found_takes_no_more_pages_than_it_has_tokens_for(
+    setup: Setup, dense: Dense
+) -> None:
+    """Each token of a beam may have a page of its own, which others must not wait for in vain."""
+    engine = make_engine(setup.dense.model)
+    best, *_ = beam_search(engine, LONG[:20], beams=4, max_tokens=24)
+    text, unpinned = [*LONG[:20], *best.tokens], engine._pages_unpinned()
+    pin = engine.pin(text)
+    run(engine)
+    assert unpinned - engine._pages_unpinned() == -(-len(text) // PAGE_SIZE)
+    largest = engine._pages_unpinned() * PAGE_SIZE - 20
+    [request] = engine.generate([LONG[40:60]], greedy(min(largest, CONTEXT - 20)))
+    assert request.finish_reason == "length"
+    engine.unpin(pin)
     assert_no_page_leaked(engine)
 
 

@@ -54,6 +54,15 @@ def test_stop_strings_end_a_text_before_they_begin(engine: Engine, tokenizer: To
         assert len(request.logprobs) == len(request.tokens)
 
 
+def test_a_fork_that_begins_with_a_stop_string_gets_nothing_more(engine: Engine, tokenizer: Tokenizer) -> None:
+    [source] = engine.generate(["a long day"], greedy(20))
+    stop = source.text[8:10]
+    fork = engine.fork(source, greedy(40, stop=[stop]))
+    run(engine)
+    assert (fork.finish_reason, fork.tokens) == ("stop", source.tokens)
+    assert fork.text == source.text[: source.text.index(stop)]
+
+
 def test_a_grammar_holds_each_sample_to_it(engine: Engine, tokenizer: Tokenizer) -> None:
     pattern = r"(ab|cd){1,3}-[0-9]{2,6}"
     tokens = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=END)

@@ -417,3 +417,9 @@ def test_counts_stay_at_the_most_that_they_hold() -> None:
     for _ in range(3):
         history = history.add(jnp.asarray([1, 2], jnp.int32), jnp.asarray([True, False]))
     np.testing.assert_array_equal(history.generated, [[65534, 65535, 65534], [65534, 65534, 65534]])
+
+
+def test_of_equal_scores_the_first_one_stays_whatever_the_sign_of_zero() -> None:
+    scores = jnp.asarray([[-0.0, 0.0, -1.0], [0.0, -0.0, -1.0]])
+    kept = jitted_truncate(scores, jnp.ones(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
+    np.testing.assert_array_equal(kept, [[0, -np.inf, -np.inf]] * 2)

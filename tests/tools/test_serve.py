@@ -389,7 +389,8 @@ def test_a_field_that_is_wrong_is_named(server: Running, changed: dict[str, Any]
 @pytest.mark.parametrize(
     ("changed", "field", "expected"),
     [
-        ({"messages": None}, "messages", "at least one message"),
+        ({"messages": None}, "messages", "at least one message, got None"),
+        ({"messages": {"role": "user"}}, "messages", "at least one message, got {'role': 'user'}"),
         ({"messages": [1]}, "messages", "object"),
         ({"messages": [{"role": "user"}]}, "messages", "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts of text"),
@@ -557,7 +558,7 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
         (["--max-context", "0"], f"--max-context: expected 1 to {CONTEXT}"),
         (["--api-key", ""], "--api-key: expected a key, got an empty one"),
         (["--max-requests", "0"], "max_requests: expected an integer of at least 1"),
-        (["--kv-cache-gib", "-1"], "expected"),
+        (["--kv-cache-gib", "1e-9"], "num_pages: expected"),
         (["--data-parallel", "0"], "--data-parallel: expected an integer of at least 1"),
         (
             ["--invariant", "--context-parallel", "2"],
@@ -569,6 +570,21 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
 def test_options_that_are_wrong_are_refused(model_dir: Path, options: list[str], expected: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(expected)):
         serve.main(["--model", str(model_dir), *options])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--port", "99999"], "--port: expected a port from 0 to 65535, got '99999'"),
+        (["--kv-cache-gib", "nan"], "--kv-cache-gib: expected a positive number of GiB, got 'nan'"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(
+    options: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--model", "nowhere", *options])
+    assert expected in capsys.readouterr().err
 
 
 def test_the_page_about_it_is_right(server: Running, capsys: pytest.CaptureFixture) -> None:
