@@ -28,6 +28,7 @@ class PacSizes:
     factor: float  # from scores, or from what tanh gives, to units of log2
     causal: bool
     windowed: bool
+    invariant: bool  # whether blocks with a mask and without one must give a row the same bits
     token_planes: tuple[str, ...]  # what is given of each token, not of each page: readers, and positions with a window
     query_dtype: Any
 
@@ -49,6 +50,7 @@ class PacSizes:
             factor=scores.log2_factor,
             causal=tokens > 1 and call.readers_of_tokens is None,
             windowed=call.first_position is not None,
+            invariant=plan.invariant,
             token_planes=tuple(name for name in planes if getattr(call, name) is not None),
             query_dtype=call.query.dtype,
             **others,

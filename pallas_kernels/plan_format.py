@@ -64,6 +64,8 @@ class PlanArrays:
     lanes: int = field(metadata={"static": True})  # row tiles that a segment may serve
     page_tokens: int = field(metadata={"static": True})  # of a page of a block: a page of the pool, or a part of one
     num_partials: int = field(metadata={"static": True})  # that there is room for
+    # Whether a row has the same bits in any company. The mask of a block that it sees still depends on the others.
+    invariant: bool = field(metadata={"static": True})
 
     @property
     def block_tokens(self) -> int:

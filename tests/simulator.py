@@ -124,12 +124,15 @@ def any_above(numbers: jax.Array, limit: float) -> jax.Array:
 
 
 def reciprocals(numbers: jax.Array, *, apart: bool) -> jax.Array:
-    """Return 1 over each number, of columns 8 apart four together unless they are to be kept apart."""
+    """Return 1 over each number, of columns 8 apart four together unless they are to be kept apart.
+
+    Those are rounded otherwise: here by so much that it shows in a sum.
+    """
     if apart:
         return 1.0 / numbers
     fours = numbers.reshape(TILE_ROWS, -1, 4, 8)
     product = fours.prod(axis=2, keepdims=True)
-    return (1.0 / product * (product / fours)).reshape(numbers.shape)
+    return (1.0 / product * (product / fours)).reshape(numbers.shape) * (1.0 + 2.0**-18)
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:

@@ -196,6 +196,7 @@ def make_plan(
             lanes=grid.lanes,
             page_tokens=grid.page_tokens,
             num_partials=max(device.num_partials for device in devices),
+            invariant=policy == INVARIANT,
         ),
         guard=PlanGuard(forest.length, longest, forest.structure_hash),
         page_size=forest.page_size,

@@ -62,7 +62,8 @@ def capped(
 ) -> tuple[jax.Array, float | jax.Array]:
     """Return products [64, block], capped if scores are, and their factor: a number, or one of each row.
 
-    Those that will be masked may be NaN, which must not become that of others.
+    Those that will be masked may be NaN, which must not become that of others. Four together are rounded otherwise than
+    each by itself.
     """
     factor: float | jax.Array = sizes.factor if sizes.cap_factor is None else sizes.cap_factor * TANH_TO_POWER
     factor = factor if row_scale is None else factor * row_scale
@@ -70,7 +71,7 @@ def capped(
         return products, factor
     # From 2**26 on tanh is 1 in float32, and four such numbers still have a product.
     power = jnp.exp2(jnp.minimum(_scaled(products, factor), 26.0))
-    return 1.0 - 2.0 * by_warp.reciprocals(1.0 + power, apart=masked), sizes.factor
+    return 1.0 - 2.0 * by_warp.reciprocals(1.0 + power, apart=masked or sizes.invariant), sizes.factor
 
 
 def add_block(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:

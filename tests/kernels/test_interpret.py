@@ -214,8 +214,9 @@ def test_tanh_is_exact_but_for_a_millionth_and_keeps_what_is_not_finite() -> Non
     assert np.isnan(softmax.tanh(jnp.float32(np.nan)))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_request_has_the_same_bits_in_any_company_under_policy_invariant(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In parts of two blocks, one for each lane; the rows' places in the tile differ, and so do the streams."""
     monkeypatch.setattr(invariant, "_SHORTEST", 7)
@@ -224,11 +225,14 @@ def test_a_request_has_the_same_bits_in_any_company_under_policy_invariant(
     arrays, outs = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=9), []
     for view in (forest, forest.only([2])):
         plan = plan_of(view, heads, policy="invariant", num_ctas=1, block_tokens=64, block_capacity=8)
-        outs.append(np.asarray(attend(*arrays, view, plan, implementation="mosaic"), np.float32))
+        options = {"softcap": softcap, "implementation": "mosaic", "return_residuals": True}
+        out, residuals = attend(*arrays, view, plan, **options)
+        outs.append([np.asarray(x, np.float32) for x in (out, *residuals)])
     for request in range(3):
-        exact = Exact.of(arrays, forest, request)
-        assert (np.abs(outs[0][request] - exact.out) <= exact.error).all()
-    np.testing.assert_array_equal(outs[1][2], outs[0][2])
+        exact = Exact.of(arrays, forest, request, softcap=softcap)
+        assert (np.abs(outs[0][0][request] - exact.out) <= exact.error).all()
+    for together, alone in zip(*outs, strict=True):
+        np.testing.assert_array_equal(alone[2], together[2])
     assert RACE not in capsys.readouterr().out
 
 

@@ -23,6 +23,7 @@ KERNELS: list[tuple[str, Heads, dict[str, Any]]] = [
     ("mosaic", Heads(8, 4, 256), {}),
     ("mosaic", Heads(32, 8, 128), {"query_tokens": 5}),
     ("mosaic", Heads(32, 8, 128), {"window": 100}),
+    ("mosaic", Heads(32, 8, 128), {"softcap": 2.0}),
     ("ampere", Heads(32, 8, 128), {}),
     ("ampere", Heads(8, 4, 256), {"query_tokens": 5}),
 ]
@@ -40,9 +41,10 @@ def planned(forest: Forest, implementation: str, heads: Heads, **options: Any) -
     return plan_of(forest, heads, family, **(given | options))
 
 
-def bits(forest: Forest, arrays: Arrays, plan: Plan, implementation: str) -> np.ndarray:
+def bits(forest: Forest, arrays: Arrays, plan: Plan, implementation: str, softcap: float | None = None) -> np.ndarray:
     """The output of each request in use, and maximum and sum of its softmax, by request; the others have zeros."""
-    out, residuals = attend(*arrays, forest, plan, implementation=implementation, return_residuals=True)
+    options = {"softcap": softcap, "implementation": implementation, "return_residuals": True}
+    out, residuals = attend(*arrays, forest, plan, **options)
     rows = [np.asarray(x, np.float32).reshape(forest.request_capacity, -1) for x in (out, *residuals)]
     return np.where(forest.active[:, None], np.concatenate(rows, axis=1), 0)
 
@@ -53,6 +55,7 @@ def test_outputs_are_the_same_alone_in_any_batch_without_sharing_and_by_any_plan
 ) -> None:
     """In parts of 256 tokens, so that partials are merged, with masks by token, by row, and none."""
     monkeypatch.setattr(invariant, "_SHORTEST", 8)
+    softcap, options = options.get("softcap"), {name: x for name, x in options.items() if name != "softcap"}
 
     @settings(max_examples=20)
     @given(trees(max_nodes=8, max_length=300, max_requests=8), seeds, st.data())
@@ -64,9 +67,10 @@ def test_outputs_are_the_same_alone_in_any_batch_without_sharing_and_by_any_plan
         kept = data.draw(st.lists(st.integers(0, len(tree.leaf) - 1), min_size=1, unique=True))
         early = planned(forest, implementation, heads, steps=20, **options)
         for now in (forest, later):
-            expected = bits(now, arrays, early, implementation)
+            expected = bits(now, arrays, early, implementation, softcap)
             for view in (now, now.only(kept), now.only(kept[:1]), now.unshared()):
-                found = bits(view, arrays, planned(view, implementation, heads, **options), implementation)
+                plan = planned(view, implementation, heads, **options)
+                found = bits(view, arrays, plan, implementation, softcap)
                 np.testing.assert_array_equal(found, np.where(view.active[:, None], expected, 0))
 
     check_one()
