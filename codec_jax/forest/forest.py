@@ -237,9 +237,11 @@ class Forest(ForestArrays):
 
         Where nodes have become one, pages that are still there may lie before that.
         """
+        gone, pages = np.flatnonzero(self.page_ids == GONE), np.zeros(self.node_capacity, np.int64)
+        if not len(gone):
+            return pages
         node, number = expand(self.page_count)
-        gone = np.flatnonzero(self.page_ids[: len(node)] == GONE)
-        pages = np.zeros(self.node_capacity, np.int64)
+        gone = gone[gone < len(node)]
         np.maximum.at(pages, node[gone], number[gone] + 1)
         return pages * self.page_size
 
