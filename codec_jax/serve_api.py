@@ -195,17 +195,15 @@ def _chat(fields: dict[str, Any], served: Served) -> list[int]:
         raise ValueError(f"messages: expected no chat, for {served.name} has no chat template; use /v1/completions")
     if not isinstance(names, dict) or names.keys() & {"self", "tokenizer", "messages", "tools"}:
         raise ValueError(f"chat_template_kwargs: expected names that the template knows, got {repr(names)[:100]}")
-    if not isinstance(messages, list):
-        raise ValueError(f"messages: expected a list of at least one message, got {repr(messages)[:100]}")
     joined = []
-    for i, message in enumerate(messages):
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
         parts = message.get("content") if isinstance(message, dict) else None
         if isinstance(parts, list):
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
                 raise ValueError(f"messages[{i}]: expected parts of text only, got {repr(parts)[:100]}")
             message = {**message, "content": "".join(part["text"] for part in parts)}
         joined.append(message)
-    return template.encode(served.checkpoint.tokenizer, joined, **names)
+    return template.encode(served.checkpoint.tokenizer, joined or messages, **names)
 
 
 def _sampling(fields: dict[str, Any], chat: bool, served: Served) -> tuple[bool, dict[str, Any]]:

@@ -144,7 +144,7 @@ def _all_objects(values: Any) -> bool:
 def _checked(messages: Any) -> list[dict[str, Any]]:
     """Return messages without what is None, for templates would write "None", or raise ValueError."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"messages: expected a list of at least one message, got {messages!r}")
+        raise ValueError(f"messages: expected a list of at least one message, got {repr(messages)[:1000]}")
     given = []
     for i, message in enumerate(messages):
         own = {key: value for key, value in message.items() if value is not None} if _all_objects([message]) else {}

@@ -143,7 +143,7 @@ def _consume(request: Request, tokens: Sequence[int]) -> None:
         if not request.matcher.consume_token(token):
             raise ValueError(f"matcher: expected token {token} to be consumed, which it had allowed")
     request.mask = request.matcher.compute_bitmask()
-    if not any(request.mask) and not request.matcher.is_stopped():
+    if not np.frombuffer(request.mask, np.uint8).any() and not request.matcher.is_stopped():
         raise ValueError("matcher: expected a token to be allowed, or the matcher to be stopped, got neither")
 
 
