@@ -15,4 +15,4 @@ _MEASURING = (
     "ceilings",
     "your_gpu",
 )
-COMMANDS = (*_MEASURING, "serving", "vllm_serving", "scaling", "churn", "planning", "plot", "report")
+COMMANDS = (*_MEASURING, "serving", "vllm_serving", "vllm_decoding", "scaling", "churn", "planning", "plot", "report")

@@ -24,22 +24,12 @@ from benchmarks.decode_floor import floors
 from benchmarks.decode_step import STEPS, VARIANTS, SharedDocument, Step, layout_of
 from benchmarks.report import conclude
 from benchmarks.rows import attempt, collect, conditions
+from benchmarks.step_parts import parts_of
 from benchmarks.timing import command, kernels_of, parse, wall_time
 from benchmarks.turns import GPU
 from codec_jax.nnx import PUBLISHED, Decoder, random_decoder
 
 DOCUMENTS, REQUESTS = (32_768, 120_000), (16, 64)
-
-#: Parts of a step, and what the names of their kernels have one of; the first that fits is meant. Products are those of
-#: XLA (gemm_fusion_dot), or of cuBLAS, which are called by its newer kernels' prefix, by their library, or by what they
-#: compute; what is none of these is "other": norms, rotation, writing K and V, rows in the order of experts, sampling.
-_ATTENTION = ("mosaic_gpu", "cudnn", "sdpa")
-PARTS = (
-    ("other", ("split_heads", "arranged")),
-    ("experts", ("experts",)),
-    ("attention", _ATTENTION),
-    ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),
-)
 
 #: Rounding to bfloat16 in another order costs a few hundredths over all layers; a wrong context costs about 1.
 MAX_DIFFERENCE = 0.2
@@ -123,21 +113,7 @@ def wall(
 def kernel_fields(step: Step) -> dict:
     """Sum the kernels of a call, and those of each part, by CUPTI."""
     kernels = kernels_of(step)
-    times = dict.fromkeys((part for part, _ in PARTS), 0.0)
-    for name, us in kernels:
-        times[part_of(name)] += us / STEPS
-    if not times["attention"]:
-        raise RuntimeError(f"kernels: expected some with {' or '.join(_ATTENTION)} in their names, got none")
-    return {
-        "kernel_us": sum(times.values()),
-        "launches": len(kernels) / STEPS,
-        **{f"{part}_us": us for part, us in times.items()},
-    }
-
-
-def part_of(kernel: str) -> str:
-    """Say which of `PARTS` a kernel belongs to, by its name, or "other"."""
-    return next((part for part, names in PARTS if any(name in kernel.lower() for name in names)), "other")
+    return {"launches": len(kernels) / STEPS} | parts_of((name, us / STEPS) for name, us in kernels)
 
 
 if __name__ == "__main__":

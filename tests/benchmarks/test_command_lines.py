@@ -10,7 +10,7 @@ import pytest
 from benchmarks import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-ANYWHERE = ("churn", "planning", "plot", "report", "vllm_serving")
+ANYWHERE = ("churn", "planning", "plot", "report", "vllm_decoding", "vllm_serving")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
