@@ -170,16 +170,18 @@ def exchange_us(exchange: Exchange, machine: Machine) -> float:
 # ---------------------------------------------------------------------- how long a step takes
 
 
+_FITS = 4  # after which the costs of an H200 change no more
+
+
 @dataclass(frozen=True)
 class Costs:
     """What a step takes beyond reading at the ceiling; the last two on several GPUs only."""
 
     attention_layer_us: float  # a layer's call, beyond reading or arithmetic, whichever takes longer
     attention_flops_factor: float  # attention's arithmetic, over what it takes at the ceiling
-    products_layer_us: float  # the products of a layer
-    products_flops_factor: float  # what shows of their arithmetic beside reading, over what it takes at the ceiling
-    other_layer_us: float  # norms, rotation, storing K and V, gaps between kernels
-    other_value_us: float  # the same, for each hidden value of each request, in a layer
+    other_layer_us: float  # the rest of a layer: products beyond reading, norms, rotation, storing K and V, gaps
+    products_flops_factor: float  # what shows of products' arithmetic beside reading, over what it takes at the ceiling
+    other_value_us: float  # the rest, for each hidden value of each request, in a layer
     meeting_us: float = 0.0  # of an exchange beyond its own time, since devices wait for each other
     meeting_doubling_us: float = 0.0  # the same, for every time that two devices are doubled
 
@@ -188,51 +190,57 @@ class Costs:
         return self.meeting_us + self.meeting_doubling_us * math.log2(devices / 2)
 
 
-def calibrated(rows: Sequence[dict], config: DecoderConfig, machine: Machine) -> Costs:
-    """Fit costs to rows of `benchmarks.decoding`, variant "shared", of one model on one GPU.
+def calibrated(rows: Sequence[dict], machine: Machine) -> Costs:
+    """Fit costs to steps of one GPU, by `benchmarks.decoding` and `benchmarks.scaling`, whatever their models.
 
-    Reading must decide in the attention of some rows and arithmetic in that of others, and the requests must differ.
+    Four numbers by least squares of how far a prediction is off as a share of the step. Rows of the former also say
+    what attention takes by itself. Reading must decide in the attention of some rows and arithmetic in that of others,
+    and requests and layers must differ.
     """
-    works, layers = [work(config, case_of(row), ALONE) for row in rows], config.num_layers
-    read, multiply = machine.rates.read_bytes_per_us, machine.rates.flops_per_us
-    pairs = list(zip(rows, works, strict=True))
-    attention_layer = statistics.fmean(
-        (row["attention_us"] - each.kv_bytes / read) / layers for row, each in pairs if _reading_decides(each, machine)
+    configs = [config_of(row) for row in rows]
+    works = [work(config, case_of(row), ALONE) for row, config in zip(rows, configs, strict=True)]
+    wall = np.array([row["wall_us"] for row in rows])
+    layers = np.array([config.num_layers for config in configs], float)
+    values = layers * [row["requests"] * config.hidden_size for row, config in zip(rows, configs, strict=True)]
+    weights, keys_and_values = (
+        np.array([each[which] for each in works]) / machine.rates.read_bytes_per_us for which in (0, 2)
     )
-    attention_flops = statistics.fmean(
-        (row["attention_us"] - layers * attention_layer) / (each.attention_flops / multiply)
-        for row, each in pairs
-        if not _reading_decides(each, machine)
-    )
-    products = [row["products_us"] - each.weight_bytes / read for row, each in pairs]
-    other = [row["wall_us"] - row["attention_us"] - row["products_us"] for row in rows]
-    values = [layers * row["requests"] * config.hidden_size for row in rows]
-    return Costs(
-        attention_layer,
-        attention_flops,
-        *_line(layers, [each.product_flops / multiply for each in works], products),
-        *_line(layers, values, other),
-    )
+    products, attention = (np.array([each[which] for each in works]) / machine.rates.flops_per_us for which in (1, 3))
+    factor = 1.0
+    for _ in range(_FITS):  # which of the two decides depends on the factor, which depends on that
+        reading = keys_and_values > factor * attention
+        counts = np.stack([layers, np.where(reading, 0.0, attention), products, values], axis=1)
+        left = wall - weights - np.where(reading, keys_and_values, 0.0)
+        layer, factor, products_factor, value = map(float, np.linalg.lstsq(counts / wall[:, None], left / wall)[0])
+    attending = np.maximum(keys_and_values, factor * attention)
+    calls = [
+        (row["attention_us"] - us) / n
+        for row, us, n in zip(rows, attending, layers, strict=True)
+        if "attention_us" in row
+    ]
+    attention_layer = statistics.fmean(calls)
+    return Costs(attention_layer, factor, layer - attention_layer, products_factor, value)
 
 
 def with_meetings(hosts: Sequence[Sequence[dict]], machine: Machine, costs: Costs) -> Costs:
     """Fit what devices wait for each other to rows of steps by `benchmarks.scaling`, of one GPU and several of a host.
 
     What the model says of a case on one GPU need not be right: its share of a step on several is corrected by that.
+    What is off by a share of a step counts the same in long steps and in short ones.
     """
-    waits, doublings = [], []
+    counts, left = [], []
     alone = [{case_of(row): row["wall_us"] for row in rows if row["gpus"] == 1} for rows in hosts]
     for host, row in ((host, row) for host, rows in enumerate(hosts) for row in rows if row["gpus"] > 1):
         config, case, group = config_of(row), case_of(row), Parallel(row["tensor"], row["context"])
         parts, one = (step_us(config, case, each, machine, costs) for each in (group, ALONE))
-        exchanged = parts.pop("exchanges")
+        exchanged, wall = parts.pop("exchanges"), row["wall_us"]
         right = alone[host][case] / math.fsum(one.values())
         listed = exchanges(config, case.requests, group)
-        times = sum(each.times for each in listed)
-        waits.append((row["wall_us"] - exchanged - right * math.fsum(parts.values())) / times)
-        doublings.append(sum(each.times * math.log2(each.devices / 2) for each in listed) / times)
-    meeting, doubling = _line(1, doublings, waits)
-    return replace(costs, meeting_us=meeting, meeting_doubling_us=doubling)
+        doublings = math.fsum(each.times * math.log2(each.devices / 2) for each in listed)
+        counts.append((sum(each.times for each in listed) / wall, doublings / wall))
+        left.append((wall - exchanged - right * math.fsum(parts.values())) / wall)
+    meeting, doubling = np.linalg.lstsq(np.array(counts), np.array(left))[0]
+    return replace(costs, meeting_us=float(meeting), meeting_doubling_us=float(doubling))
 
 
 def config_of(row: dict) -> DecoderConfig:
@@ -244,17 +252,6 @@ def config_of(row: dict) -> DecoderConfig:
 def case_of(row: dict) -> SharedDocument:
     """Return the requests and the document of a row."""
     return SharedDocument(row["document_tokens"], row["requests"], row["own_tokens"])
-
-
-def _reading_decides(each: Work, machine: Machine) -> bool:
-    """Say whether attention takes longer to read than to multiply, at the ceilings."""
-    return each.kv_bytes / machine.rates.read_bytes_per_us > each.attention_flops / machine.rates.flops_per_us
-
-
-def _line(layers: int, x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Fit y = layers a + b x by least squares."""
-    a, b = np.linalg.lstsq(np.stack([np.full(len(x), layers), x], axis=1), np.asarray(y))[0]
-    return float(a), float(b)
 
 
 def attention_us(each: Work, machine: Machine, costs: Costs) -> tuple[str, float]:
@@ -274,7 +271,7 @@ def step_us(
     """Return the parts of a step, in microseconds; their sum is its time."""
     done, layers = work(config, case, parallel), config.num_layers
     attention, attending = attention_us(done, machine, costs)
-    fixed = layers * (costs.attention_layer_us + costs.products_layer_us + costs.other_layer_us)
+    fixed = layers * (costs.attention_layer_us + costs.other_layer_us)
     listed = exchanges(config, case.requests, parallel)
     return {
         attention: attending,

@@ -28,7 +28,7 @@ from benchmarks.scaling_model import (
     step_us,
     with_meetings,
 )
-from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.parallel import Parallel
 
 #: What `--predict` looks at: groups that decode a document together, and GPUs of several hosts with a document for each
 #: group.
@@ -36,9 +36,8 @@ MODELS = ("qwen3-4b", "qwen3-32b", "llama-3.1-70b")
 PREDICTED_DOCUMENTS, PREDICTED_REQUESTS = (32_768, 120_000, 1 << 20), (16, 64, 256)
 GROUPS, REPLICATED = (1, 2, 4, 8, 16, 32, 64), (16, 128, 1024)
 
-#: Rows of one GPU: the first are what costs are fitted to, the others what they are tried on. The latter are from
-#: before loops of a fixed length, which left time between kernels that there is no more.
-FITTED, TRIED = ("decoding_120000_h200", "decoding_32768_16_h200", "decoding_32768_64_h200"), ("decoding_32768_h100",)
+#: Rows of one GPU with the parts of a step: costs are fitted to them and to the steps of one GPU among those below.
+FITTED = "decoding_qwen3_4b_h200"
 #: Rows of one and several GPUs of one host, of which each file has one GPU: what meetings are fitted to.
 FITTED_TOGETHER = (
     "scaling_4b_h200",
@@ -48,20 +47,29 @@ FITTED_TOGETHER = (
     "scaling_32b_16_h200",
     "scaling_32b_64_h200",
     "scaling_32b_256_h200",
+    "scaling_32b_1m_2_h200",
     "scaling_32b_1m_16_h200",
     "scaling_32b_1m_64_h200",
+    "scaling_32b_1m_256_h200",
+    "scaling_70b_32k_16_h200",
+    "scaling_70b_32k_64_h200",
+    "scaling_70b_32k_256_h200",
     "scaling_70b_16_h200",
     "scaling_70b_64_h200",
     "scaling_70b_256_h200",
+    "scaling_70b_1m_16_h200",
+    "scaling_70b_1m_64_h200",
+    "scaling_70b_1m_256_h200",
 )
 
 
 @cache
-def costs_of_an_h200() -> Costs:
-    """Fit the model to the committed rows of one and several H200s."""
-    rows, machine = [row for stem in FITTED for row in rows_of(stem, "shared")], MACHINES["NVIDIA H200"]
-    costs = calibrated(rows, PLAIN_MODELS[rows[0]["model"]], machine)
-    return with_meetings([rows_of(stem, "step") for stem in FITTED_TOGETHER], machine, costs)
+def costs_of_an_h200(without: str = "") -> Costs:
+    """Fit the model to the committed rows of one and several H200s, but for those of one file."""
+    hosts = [rows_of(stem, "step") for stem in FITTED_TOGETHER if stem != without]
+    alone = rows_of(FITTED, "shared") + [row for rows in hosts for row in rows if row["gpus"] == 1]
+    machine = MACHINES["NVIDIA H200"]
+    return with_meetings(hosts, machine, calibrated(alone, machine))
 
 
 def rows_of(stem: str, variant: str) -> list[dict]:
@@ -75,26 +83,18 @@ def predict_all() -> Iterator[dict]:
     machine = MACHINES["NVIDIA H200"]
     common = provenance() | {"device": "model"}
     assumed = {"latency_inside_us": machine.inside.latency_us, "assumed_latency_between_us": machine.between.latency_us}
-    for stem in FITTED + TRIED:
-        yield from (on_one_gpu(row, stem in FITTED) | common for row in rows_of(stem, "shared"))
+    yield from (with_parts(row, machine) | common for row in rows_of(FITTED, "shared"))
     for stem in FITTED_TOGETHER:
-        yield from (on_several(row, machine) | common for row in rows_of(stem, "step") if row["gpus"] > 1)
+        yield from (on_a_host(row, machine, costs_of_an_h200(stem)) | common for row in rows_of(stem, "step"))
     for model, document, requests in product(MODELS, PREDICTED_DOCUMENTS, PREDICTED_REQUESTS):
         yield from (row | assumed | common for row in predicted(model, SharedDocument(document, requests), machine))
 
 
-def on_one_gpu(row: dict, fitted: bool) -> dict:
-    """Lay the time of a row, and its parts over their rooflines, beside what the model says."""
-    config, machine, case = PLAIN_MODELS[row["model"]], MACHINES[row["device"]], case_of(row)
+def with_parts(row: dict, machine: Machine) -> dict:
+    """Lay the time of a step on one GPU, and its parts over their rooflines, beside what the model says."""
     reading = row["weight_bytes"] / machine.rates.read_bytes_per_us
-    return {
-        "name": f"{case.name}, {row['device']}",
-        "variant": "one GPU",
-        "model": row["model"],
-        "fitted": fitted,
-        "wall_us": row["wall_us"],
-        "kernel_us": row["kernel_us"],
-        "predicted_us": sum(step_us(config, case, ALONE, machine, costs_of_an_h200()).values()),
+    return on_a_host({"gpus": 1, "tensor": 1, "context": 1} | row, machine, costs_of_an_h200()) | {
+        "variant": "parts",
         # Reading the weights takes longer than their products in all of them.
         "attention_over_roofline": row["attention_us"] / (row["roofline_us"] - reading),
         "products_over_roofline": row["products_us"] / reading,
@@ -102,16 +102,15 @@ def on_one_gpu(row: dict, fitted: bool) -> dict:
     }
 
 
-def on_several(row: dict, machine: Machine) -> dict:
-    """Lay the time of a step on several GPUs beside what the model says."""
-    group = Parallel(row["tensor"], row["context"])
-    parts = step_us(config_of(row), case_of(row), group, machine, costs_of_an_h200())
+def on_a_host(row: dict, machine: Machine, costs: Costs) -> dict:
+    """Lay the time of a step on one GPU or several beside what the model says."""
+    group, layers = Parallel(row["tensor"], row["context"]), f", {row['layers']} layers" if "layers" in row else ""
     return {
-        "name": f"{row['model']}, {row['layers']} layers, {row['name']}",
-        "variant": "several GPUs",
+        "name": f"{row['model']}{layers}, {row['name']}",
+        "variant": "several GPUs" if row["gpus"] > 1 else "one GPU",
         "model": row["model"],
         "wall_us": row["wall_us"],
-        "predicted_us": math.fsum(parts.values()),
+        "predicted_us": math.fsum(step_us(config_of(row), case_of(row), group, machine, costs).values()),
     }
 
 
