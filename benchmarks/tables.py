@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -181,6 +182,35 @@ def decoding(rows: list[dict]) -> str:
     for part in ("attention", "products", *["experts"] * mixtures, "other"):
         columns[f"shared: {part}"] = number(f"shared {part}_us", 2, 1e3, at_most)
     return markdown(columns, steps.values())
+
+
+def steps_beside_vllm(rows: list[dict]) -> list[dict[str, dict]]:
+    """Return of each case our row, as "codec_jax", and of vLLM's ways one with the least times of their runs."""
+    cases: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        way = "codec_jax" if row["variant"] == "shared" else row["variant"]
+        seen = cases.setdefault((row["document_tokens"], row["requests"]), {}).setdefault(way, dict(row))
+        seen["wall_us"] = min(seen["wall_us"], row["wall_us"])
+        if row.get("kernel_us", math.inf) < seen.get("kernel_us", math.inf):
+            seen |= {field: us for field, us in row.items() if field.endswith("_us") and field != "wall_us"}
+    return [cases[case] for case in sorted(cases)]
+
+
+def decoding_vllm(rows: list[dict]) -> str:
+    """Show the time of a decode step in milliseconds, ours beside vLLM's, and the kernels of each."""
+    steps = steps_beside_vllm(rows)
+    ways = dict.fromkeys(way for step in steps for way in step)
+    columns = {"decode step, ms": lambda step: _case(step["codec_jax"])}
+    for way in ways:
+        for field, said in (("wall_us", ""), ("kernel_us", ": kernels"), ("attention_us", ": attention")):
+            fill = number(field, 2, 1e3, at_most if way == "codec_jax" else at_least)
+            columns[way + said] = lambda step, way=way, fill=fill: fill(step.get(way, {}))
+    columns["vLLM's faster way over codec_jax"] = lambda step: f"{at_least(_times_as_fast(step), 2)}x"
+    return markdown(columns, steps)
+
+
+def _times_as_fast(step: dict[str, dict]) -> float:
+    return min(row["wall_us"] for way, row in step.items() if way != "codec_jax") / step["codec_jax"]["wall_us"]
 
 
 def invariance(rows: list[dict]) -> str:

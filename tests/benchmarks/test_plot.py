@@ -85,6 +85,24 @@ def test_decode_steps_are_bars_of_parts_and_gaps_on_one_scale():
     assert written(axes)[0].startswith("m, 16 requests")
 
 
+def test_of_vllms_ways_the_faster_is_a_bar_below_ours():
+    def step(variant: str, wall_us: float, **us: float) -> dict:
+        case = {"model": "m", "requests": 16, "document_tokens": 1000, "variant": variant, "wall_us": wall_us}
+        return case | us | CONDITIONS
+
+    parts = {"attention_us": 1000.0, "products_us": 2000.0, "other_us": 500.0, "kernel_us": 3500.0}
+    rows = [
+        step("vLLM", 9000.0, **parts),
+        step("shared", 4000.0, floor_us=2000.0, **parts),
+        step("vLLM, cascade", 6009.0),
+        step("vLLM, cascade", 7009.0, **(parts | {"attention_us": 2000.0, "kernel_us": 4500.0})),
+    ]
+    (axes,) = plot.decoding_vllm(rows, PAGES["decoding_vllm"]).axes
+    assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 0.5, 0.5, 2.0, 2.0, 0.5, pytest.approx(1.509)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["codec_jax, shared", "vLLM, cascade"]
+    assert [each for each in written(axes) if "ms" in each][1:] == ["4.0 ms", "6.0 ms"]
+
+
 def test_a_map_shows_every_cell_that_was_measured_and_nothing_is_drawn_of_nothing():
     rows = [
         times(series=case.series, x=case.x, requests=len(case.workload.leaf), kernel_us=1.0, unshared_us=3.219)

@@ -113,6 +113,25 @@ def test_traffic_and_decode_steps_stand_beside_each_other():
     ]
 
 
+def test_of_vllms_runs_the_least_time_and_kernels_stand_beside_ours():
+    def step(variant: str, requests: int, **us: float) -> dict:
+        return {"variant": variant, "requests": requests, "document_tokens": 1000, **us}
+
+    rows = [
+        step("shared", 64, wall_us=5001.0, kernel_us=4501.0, attention_us=2001.0),
+        step("shared", 16, wall_us=4000.0, kernel_us=3900.0, attention_us=1000.0),
+        step("vLLM", 16, wall_us=4409.0),
+        step("vLLM", 64, wall_us=9009.0),
+        step("vLLM, cascade", 64, wall_us=7009.0, kernel_us=6509.0, attention_us=3509.0),
+        step("vLLM, cascade", 64, wall_us=8009.0, kernel_us=6409.0, attention_us=3409.0),
+        step("vLLM", 16, wall_us=4509.0, kernel_us=4209.0, attention_us=1509.0),
+    ]
+    assert cells(tables.decoding_vllm(rows)) == [
+        ["16 requests over 1,000", "4.00", "3.90", "1.00", "4.40", "4.20", "1.50", "–", "–", "–", "1.10x"],
+        ["64 requests over 1,000", "5.01", "4.51", "2.01", "9.00", "–", "–", "7.00", "6.40", "3.40", "1.40x"],
+    ]
+
+
 def test_ablation_has_a_line_for_each_forest_and_the_error_of_predictions():
     variants = [("sharing", "tree", "neither", 30.0, 60.0), ("sharing", "tree", "both", 10.0, 11.0)]
     variants += [("fixed", "chain", "1 slice", None, 9.0), ("fixed", "chain", "aligned", 20.0, 19.0)]
