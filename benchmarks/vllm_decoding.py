@@ -7,7 +7,7 @@
 `--model` is a folder with the model's config.json: weights are random, as there. The document is in the prefix cache,
 and a step is what passes between two tokens of every request, all of them decoding and greedy. vLLM keeps its defaults.
 With `--cascade` it attends to what all requests share once, in the older of its two runners, which alone can, and
-whether or not its own rule expects a gain: that rule says no for few requests, for which it is faster all the same.
+whether or not its own rule expects a gain: that rule says no for few requests, also where there is one.
 With `--profile` rows have the kernels of a step, too, by PyTorch's profiler; vLLM then shares the process of this
 command, which takes it longer where its steps are not CUDA graphs.
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command that measures vLLM."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=doc)
     parser.add_argument("--json", type=Path, required=True, help="file for the rows")
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
     parser.add_argument("--max-requests", type=int, default=64)

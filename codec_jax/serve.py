@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import hmac
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from bisect import bisect_left
@@ -75,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if arguments.api_key == "":
             raise ValueError(f"--api-key: expected a key, got an empty one; leave out the option and {KEY} for none")
+        _check_free(arguments.host, arguments.port)
         engine, served = _open(arguments)
         _say("compiling")
         engine.warm_up()
@@ -89,6 +92,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal.signal(number, signal.SIG_IGN)
     app = make_app(engine, served, api_key=arguments.api_key)
     uvicorn.run(app, host=arguments.host, port=arguments.port, ws="none", lifespan="on", access_log=False)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Say before anything is loaded that nobody can listen there; connections are taken once there is a model.
+
+    Of the addresses of a name, those that this machine lacks do not count if there is another one.
+    """
+    problems: list[OSError] = []
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in addresses:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+            except OSError as error:
+                problems.append(error)
+                if error.errno == errno.EADDRINUSE or len(problems) == len(addresses):
+                    raise
+    except OSError as error:
+        raise ValueError(
+            f"--host, --port: expected an address of this machine where nobody listens, got {host}, port {port}: "
+            f"{error.strerror or error}; --port 0 takes a free one"
+        ) from error
 
 
 def _say(text: str) -> None:

@@ -587,6 +587,16 @@ def test_numbers_out_of_their_range_are_refused(
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "host.invalid"])
+def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_loaded(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_open", lambda _: pytest.fail("loads"))
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(SystemExit) as ended:
+        serve.main(["--model", "nowhere", "--host", host, "--port", str(port := other.getsockname()[1])])
+    assert f"expected an address of this machine where nobody listens, got {host}, port {port}" in str(ended.value)
+
+
 def test_the_page_about_it_is_right(server: Running, capsys: pytest.CaptureFixture) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how_to" / "serve.md").read_text()
     [command] = re.findall(r"```sh\n(python -m codec_jax.serve.*?)```", page, re.DOTALL)
