@@ -10,6 +10,9 @@ import pytest
 from codec_jax import OutOfPagesError, OutOfSlotsError
 from codec_jax.forest import PrefixCache
 
+#: What an invariant cache keeps of a token that was drawn, which nobody will share.
+DRAWN = -1
+
 
 def hashes(tokens):
     """Return a number for each token that depends on it and all before it: what its K and V are."""
@@ -32,9 +35,9 @@ class Node:
 class World:
     """Everything that may happen to a cache, each time with arguments that a `Random` chooses."""
 
-    def __init__(self, num_pages=40, rows=6, page_size=8, alphabet=2, devices=1):
-        self.cache = PrefixCache.create(num_pages, page_size, rows, devices=devices)
-        self.size, self.alphabet, self.devices = page_size, alphabet, devices
+    def __init__(self, num_pages=40, rows=6, page_size=8, alphabet=2, devices=1, invariant=False):
+        self.cache = PrefixCache.create(num_pages, page_size, rows, devices=devices, invariant=invariant)
+        self.size, self.alphabet, self.devices, self.invariant = page_size, alphabet, devices, invariant
         self.memory = np.full(num_pages * page_size, -1, np.int64)
         self.model = {}  # request -> tokens
         self.slots = {}  # request -> where they lie
@@ -68,7 +71,8 @@ class World:
         begin = random.choice(known) if random.random() < 0.8 else []
         if random.random() < 0.6:
             begin = begin[: random.randint(0, len(begin))]
-        return (begin + self.tokens(random, random.choice([0, 0, 1, 2, 9, 17])))[:100]
+        text = (begin + self.tokens(random, random.choice([0, 0, 1, 2, 9, 17])))[:100]
+        return [random.randrange(self.alphabet) if token == DRAWN else token for token in text]
 
     def tokens(self, random: Random, count):
         return [random.randrange(self.alphabet) for _ in range(count)]
@@ -103,6 +107,7 @@ class World:
         new = {r: self.tokens(random, random.choice([0, 1, 3, 8, 16])) for r in growing}
         room = np.zeros(len(self.cache.tree.leaf), np.int64)
         for r in growing:
+            new[r] = [DRAWN] * len(new[r]) if self.invariant else new[r]
             self.flying[r] = self.flying.get(r, []) + new[r]
             room[r] = len(self.flying[r])
         free = self.cache.available
@@ -125,7 +130,7 @@ class World:
         landing = {r: text for r, text in self.flying.items() if random.random() < 0.7}
         # A request may stop before the last token that was written.
         landing = {r: text[: random.choice([len(text), random.randint(0, len(text))])] for r, text in landing.items()}
-        self.cache = self.cache.append(landing)
+        self.cache = self.cache.append({r: np.maximum(text, 0) for r, text in landing.items()})
         for r, text in landing.items():
             self.model[r] = self.model[r] + text
             del self.flying[r]

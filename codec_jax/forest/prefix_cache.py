@@ -199,10 +199,13 @@ class PrefixCache(PrefixNodes):
         tree = tree._replace(leaf=leaf)
         unread = readers(tree.parent, leaf) == 0
         last_used, computed = self.last_used.copy(), self.computed.copy()
-        left = tree.page_ids[np.repeat(unread & (self._readers > 0), tree.page_count)]
+        node, nth = expand(np.where(unread & (self._readers > 0), tree.page_count, 0))
+        left = tree.page_ids[self._first[node] + nth]
         last_used[left] = self.clock + 1
-        if self.invariant:  # nobody will share these
-            computed[left[(self.tokens[left] == _UNSHARED).any(axis=1)]] = 0
+        if self.invariant:  # nobody will share what was drawn; what is pinned stays all the same
+            held = np.arange(tree.page_size) < (tree.length[node] - nth * tree.page_size)[:, None]
+            drawn = ((self.tokens[left] == _UNSHARED) & held).any(axis=1)
+            computed[left[drawn & (self.pins[left] == 0)]] = 0
         length = np.where(unread, replace(self, computed=computed)._computed_of_nodes, tree.length)
         page_count = np.where(ended_at(tree), tree.page_count, -(-length // tree.page_size))
         cache = self._resized(tree._replace(length=length), page_count)

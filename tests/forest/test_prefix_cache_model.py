@@ -65,6 +65,14 @@ def test_thousands_of_operations_lose_no_page(operations, devices) -> None:
     assert world.cache.num_nodes == 0
 
 
+def test_an_invariant_cache_loses_no_page_and_shares_none_that_was_drawn() -> None:
+    random, world = Random(1), World(invariant=True)
+    for count in range(3000):
+        random.choice(World.operations)(world, random)
+        if count % 5 == 0:
+            world.check()
+
+
 @given(random=randoms, operations=st.lists(st.sampled_from(World.operations), max_size=25), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_operations_leave_their_input_as_it_was(random, operations, data) -> None:
