@@ -37,7 +37,7 @@ def divide(work: Work, estimate: Estimate, policy: Policy) -> Schedule:
     if policy == "paper":
         return _paper(work, estimate)
     slices = 1 if policy == INVARIANT else policy
-    if isinstance(slices, int) and not isinstance(slices, bool) and slices > 0:
+    if isinstance(slices, int | np.integer) and not isinstance(slices, bool) and slices > 0:
         return _longest_first(_Slices.equal(work, estimate, np.full(len(work.wide), slices)))
     raise ValueError(f"policy: expected 'aligned', 'paper', 'invariant' or a positive number of slices, got {policy!r}")
 

@@ -156,7 +156,7 @@ def make_plan(
     given = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": block_tokens, "lanes": lanes}
     chosen = {name: x for name, x in given.items() if x is not None}
     hidden = forest.hidden_by(window, query_tokens)
-    if (forest.forgotten > hidden).any():
+    if ((forest.forgotten > hidden) & (forest.readers > 0)).any():
         raise ValueError(f"window: expected one that hides what `Forest.forget` gave back, got {window}")
     grid = _grid(forest, heads, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
     wide_tokens = MIN_WIDE_TOKENS if min_wide_tokens is None else checks.integer("min_wide_tokens", min_wide_tokens)
@@ -200,7 +200,7 @@ def make_plan(
         ),
         guard=PlanGuard(forest.length, longest, forest.structure_hash),
         page_size=forest.page_size,
-        host=PlanHost(tuple(device.estimate for device in devices), policy, wide_tokens),
+        host=PlanHost(tuple(device.estimate for device in devices), policy, wide_tokens, grid.num_ctas),
         homes=homes,
         subset_pages=None if subset is None else subset.capacity,
     )
@@ -347,6 +347,8 @@ def _query_starts(forest: Forest, grid: Grid) -> Int[np.ndarray, " tiles"]:
     units = grid.tile_rows // group
     first = np.arange(grid.num_tiles) * units
     order = forest.request_of_row
+    if not len(order):
+        return np.full(grid.num_tiles, -1)
     # Rows of requests that directly follow each other in both orders have the same value here.
     run = np.cumsum(np.diff(order, prepend=order[0]) != 1)
     begin, end = first // grid.query_tokens, np.minimum((first + units - 1) // grid.query_tokens, len(order) - 1)

@@ -5,7 +5,7 @@ from forests import active_requests, ancestry, contexts, node_slots, num_pages, 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from codec_jax import Forest, PagePool
+from codec_jax import Forest, PagePool, make_plan
 from codec_jax.forest import NO_SLOT
 
 
@@ -38,6 +38,7 @@ def test_a_forest_of_empty_contexts_has_no_chunks():
     view, source = Forest.from_nodes([-1, -1], [0, 9], [0]).chunks(16)
     assert len(source) == 0
     assert active_requests(view) == []
+    make_plan(view, num_q_heads=4, num_kv_heads=2, head_dim=64).check(view)
 
 
 def test_chunks_see_neither_reserved_pages_nor_retired_nodes():

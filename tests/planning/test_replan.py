@@ -49,6 +49,17 @@ def test_it_has_the_shapes_sizes_and_costs_of_the_plan_before():
     assert [leaf.shape for leaf in jax.tree.leaves(again)] == [leaf.shape for leaf in jax.tree.leaves(plan)]
 
 
+@given(st.integers(1, 216), st.sampled_from([1, 2, 8, 12, 20, 32]), st.sampled_from(["aligned", "invariant"]))
+@settings(max_examples=60, deadline=None)
+def test_thread_blocks_that_a_division_left_out_are_asked_for_again(num_ctas, kv_heads, policy):
+    forest = Forest.from_nodes([-1, 0, 0], [1000, 20, 5], [1, 2])
+    options = {"num_q_heads": kv_heads, "num_kv_heads": kv_heads, "head_dim": 64, "policy": policy}
+    plan = make_plan(forest, **options, num_ctas=num_ctas)
+    for again in (replan(plan, forest), replan(replan(plan, forest), forest)):
+        chex.assert_trees_all_equal(again, plan)
+        assert again.num_ctas == plan.num_ctas <= num_ctas
+
+
 def test_costs_that_are_measured_anew_compile_nothing():
     model = cost_model(HeadLayout(**HEADS, page_size=16))
     forest = Forest.from_nodes([-1, 0, 0], [300, 20, 30], [1, 2])

@@ -318,6 +318,11 @@ def test_large_streams_are_cut_alike_from_their_last_block_on(blocks, count, wor
     assert all((each[: fewest - 1] == bounds[0][: fewest - 1]).all() and len(each) <= fewest + 1 for each in bounds)
 
 
+def test_a_number_of_slices_may_be_one_of_numpy():
+    work = Work([9], [4], 0, 1, 2)
+    np.testing.assert_array_equal(work.cut(np.int64(3)).begin, work.cut(3).begin)
+
+
 @pytest.mark.parametrize("policy", ["best", 0, -1, True, 1.5, None])
 def test_another_policy_raises(policy):
     with pytest.raises(ValueError, match=r"policy: expected 'aligned', 'paper', 'invariant' or a positive number of s"):
