@@ -139,16 +139,16 @@ def forest_attention(
         keys, quantisation = key_pages.latent, key_pages.quantisation
     else:
         keys, quantisation = key_pages, None
-    optional = {"value_pages": value_pages, "sinks": sinks}
+    optional = {"value_pages": value_pages, "sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
     given: tuple[Any, ...] = checks.array("query", query), checks.array("key_pages", keys)
     given += tuple(None if x is None else checks.array(name, x) for name, x in optional.items())
-    traced = any(isinstance(x, jax.core.Tracer) for x in given)
-    query, keys, value_pages, sinks = _without_derivative(*given) if traced else given
+    given += (quantisation,)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
+    given = _without_derivative(*given) if traced else given
+    query, keys, value_pages, sinks, key_scale, value_scale, quantisation = given
     if sinks is not None:
         _check_sinks(sinks, query)
     dtype = query.dtype
-    scales = {"key_scale": key_scale, "value_scale": value_scale}
-    key_scale, value_scale = (None if x is None else checks.array(name, x) for name, x in scales.items())
     for name, factor in (("key_scale", key_scale), ("value_scale", value_scale)):
         if factor is not None:
             _check_scale(name, factor, keys, of_latents=quantisation is not None)

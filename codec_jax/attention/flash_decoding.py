@@ -24,6 +24,7 @@ from codec_jax.attention.plan_cache import CallLayout, PlanCache
 from codec_jax.forest import ONE_BYTE, Forest
 from codec_jax.planning import Plan
 from pallas_kernels import Window
+from pallas_kernels.token_mask import MAX_ROWS
 
 #: The plans of `flash_attn_with_kvcache`: `plans.info()` counts, `plans.clear()` frees their memory.
 plans = PlanCache()
@@ -150,7 +151,11 @@ def flash_attn_with_kvcache(
         nothing = jnp.full(num_q_heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
         lse = jnp.broadcast_to(nothing[None, :, None], (batch, num_q_heads, tokens))
         return (empty, lse) if return_softmax_lse else empty
-    fold = tokens > 1 and not causal
+    if (fold := tokens > 1 and not causal) and num_q_heads * tokens > MAX_ROWS:
+        raise ValueError(
+            f"q: expected at most {MAX_ROWS // num_q_heads} query tokens of {num_q_heads} heads without causal, got "
+            f"{tokens}; call with fewer at a time, as they do not see each other"
+        )
     descale = tuple(
         _descale(name, given, k_cache, batch) for name, given in (("k_descale", k_descale), ("v_descale", v_descale))
     )

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from codec_jax import checks
-from codec_jax.arrays import HostOrDevice
+from codec_jax.arrays import HostOrDevice, to_int32
 from codec_jax.forest.forest import Forest
 from codec_jax.forest.token_slots import NO_SLOT
 
@@ -140,6 +140,7 @@ class DraftTrees:
         on_host = forest.is_host and not any(isinstance(x, jax.core.Tracer) for x in (path, count, self.parent))
         xp = np if on_host else jnp
         path, count, parent = map(xp.asarray, (path, count, self.parent))
+        path = to_int32(path, 0) if path.dtype.kind == "u" else path  # the parent of a root is -1
         (batch, tokens), shape = self.depth.shape, path.shape
         if len(shape) != 2 or shape[0] != batch or shape[1] > tokens:
             raise ValueError(f"path: expected [B, A] with B = {batch} and A of at most T = {tokens}, got shape {shape}")

@@ -113,3 +113,12 @@ def test_a_derivative_is_refused_and_one_around_it_is_not() -> None:
         with pytest.raises(NotImplementedError, match=r"^forest_attention: expected no derivative"):
             jax.grad(jax.jit(total), argnums=argument)(query, pages, 2.0)
     assert jax.grad(total, argnums=2)(query, pages, 2.0) == query.size  # all values are 1
+
+    def scaled(key_scale: jax.Array, value_scale: jax.Array) -> jax.Array:
+        scales = {"key_scale": key_scale, "value_scale": value_scale}
+        return forest_attention(query, small, small, forest, plan, **scales).sum()
+
+    small, ones = pages.astype(jnp.float8_e4m3fn), jnp.ones(2)
+    for argument in (0, 1):
+        with pytest.raises(NotImplementedError, match=r"^forest_attention: expected no derivative"):
+            jax.grad(scaled, argnums=argument)(ones, ones)

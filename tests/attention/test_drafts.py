@@ -309,6 +309,16 @@ def test_what_cannot_be_accepted_raises_on_the_host_and_spoils_the_forest_on_the
         assert not bool(plan.is_valid_for(after))
 
 
+def test_paths_may_be_unsigned() -> None:
+    forest = Forest.from_sequences([[1, 2, 3]])
+    forest, _ = forest.reserve(PagePool.create(64, forest.used_pages), 20)
+    trees, count = DraftTrees.from_parents(np.array([[-1, 0, 1, 0]])), np.array([3])
+    for dtype in (np.int32, np.uint8, np.uint32, np.uint64):
+        after, source, _ = trees.accept(forest, np.array([[0, 1, 2]], dtype), count)
+        assert after.request_length.tolist() == [6]
+        assert source.tolist() == [[3, 4, 5]]
+
+
 def test_positions_are_depths_below_the_context() -> None:
     forest = Forest.from_nodes([-1, 0, 0], [9, 5, 4], [2, 1], request_capacity=3)
     drafts = DraftTrees.from_parents(np.asarray([[-1, 0, 1, 0], [-1, -1, 0, 1], [-1, -1, -1, -1]]))

@@ -146,6 +146,16 @@ def test_sinks_are_named_where_they_come_by_another_name(name: str) -> None:
         flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, **{name: np.zeros(HEADS)})
 
 
+def test_more_rows_without_causal_than_a_tile_can_count_are_refused_by_what_the_caller_gave() -> None:
+    cache = np.ones((8, 16, 8, 8), np.float32)
+    with pytest.raises(
+        ValueError, match=r"^q: expected at most 1023 query tokens of 32 heads without causal, got 1024"
+    ):
+        flash_attn_with_kvcache(
+            np.ones((2, 1024, 32, 8), np.float32), cache, cache, block_table=[[0, 1], [0, 2]], cache_seqlens=20
+        )
+
+
 def test_an_argument_that_flash_attn_does_not_have_is_refused_as_python_does() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'blocktable'"):
         flash_attn_with_kvcache(*arrays(), blocktable=table(2))
