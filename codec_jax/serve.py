@@ -170,6 +170,11 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
         windowed = pages_of_windows(config, Parallel.of(groups[0]), PAGE_SIZE, **sizes)
         memory |= {"max_requests": arguments.max_requests, "windowed_pages": windowed}
     num_pages = min(pages_that_fit(config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
+    if (most := num_pages * PAGE_SIZE) < (arguments.max_context or 0):
+        raise ValueError(
+            f"--max-context: expected at most {most}, the tokens that there is room for, got {arguments.max_context}; "
+            "give it more memory by --kv-cache-gib, or more GPUs"
+        )
     engine = replicated(
         [
             Engine(
@@ -177,7 +182,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
                 **sizes,
                 num_pages=num_pages,
                 page_size=PAGE_SIZE,
-                max_context=arguments.max_context or min(checkpoint.max_context, num_pages * PAGE_SIZE),
+                max_context=arguments.max_context or min(checkpoint.max_context, most),
                 room=1.0 if arguments.invariant else ROOM,
                 tokenizer=checkpoint.tokenizer,
                 invariant=arguments.invariant,

@@ -50,7 +50,8 @@ def submit(
     Args:
       prompt: token ids, or text if the engine has a tokenizer.
       params: how it is decoded.
-      on_update: called with the request and what is new of it. An error that it raises ends this request.
+      on_update: called with the request and what is new of it, its end included unless `abort` ends it. An error that
+        it raises ends this request.
 
     Returns the request, which the engine fills in. Raises ValueError for one that can never be served.
     """
@@ -109,11 +110,13 @@ def fork(
             f"params: expected max_tokens above the {len(request.tokens)} tokens that request {request.id} has, "
             f"got {params.max_tokens}"
         )
+    # There are none of the tokens that came before somebody asked.
+    tops = (list(request.top_logprobs) or [{} for _ in request.tokens]) if params.top_logprobs else []
     new = Request(
         next(self._ids), request.prompt, params, on_update,
         tokens=list(request.tokens),
         logprobs=list(request.logprobs),
-        top_logprobs=list(request.top_logprobs),
+        top_logprobs=tops,
     )  # fmt: skip
     return self._submit(new)
 

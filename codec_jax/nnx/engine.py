@@ -232,9 +232,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether there is nothing to do, and nothing that no step has told of."""
         waiting = any(not request.finished for request in self._scheduler.queue)
-        return not waiting and not self._scheduler.running and self._flight is None
+        return not waiting and not self._scheduler.running and self._flight is None and not self._news
 
     @property
     def stats(self) -> Stats:

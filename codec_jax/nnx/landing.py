@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import jax
@@ -73,8 +73,11 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
             _check_finite(~landed.broken[running.row], request)
             drawn[running], reasons[running] = _accepted(request, tokens[tokens >= 0].tolist())
     scheduler.grow(drawn)
+    counts = dict.fromkeys((running.request for running in going), 0)
     for running, accepted in drawn.items():
         row, request = running.row, running.request
+        if request.finished:  # a callback of another one has aborted it
+            continue
         request.tokens.extend(accepted)
         request.logprobs.extend(landed.logprobs[row, : len(accepted)].tolist())
         if count := request.params.top_logprobs:
@@ -83,7 +86,8 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
                 dict(zip(*pair, strict=True)) for pair in zip(*(x.tolist() for x in tops), strict=True)
             ]
         tell(request, accepted, reasons[running])
-    return {running.request: len(drawn.get(running, ())) for running in going}
+        counts[request] = len(accepted)
+    return counts
 
 
 def take_scores(step: Step, landed: Landed, chunk_tokens: int) -> list[Request]:
@@ -109,7 +113,7 @@ def tell(request: Request, tokens: list[int], reason: FinishReason | None) -> No
     elif request.stream is not None:
         request.text = request.stream.text
     if request.on_update is not None:
-        with failing_alone(request):
+        with failing_alone(request, calling_back=True):
             request.on_update(request, Update(tokens, request.text[before:], reason))
 
 
@@ -148,13 +152,17 @@ def _consume(request: Request, tokens: Sequence[int]) -> None:
 
 
 @contextmanager
-def failing_alone(request: Request) -> Iterator[None]:
-    """End a request, and nothing else, with an error that is raised here."""
+def failing_alone(request: Request, *, calling_back: bool = False) -> Iterator[None]:
+    """End a request, and nothing else, with an error that is raised here, and call back unless it comes from there."""
+    before = len(request.text)
     try:
         yield
     except Exception as error:
         request.error = error
         finish(request, "error")
+        if request.on_update is not None and not calling_back:
+            with suppress(Exception):  # the first error is the request's
+                request.on_update(request, Update([], request.text[before:], "error"))
 
 
 def _check_finite(finite: np.bool, request: Request) -> None:

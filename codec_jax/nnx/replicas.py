@@ -152,8 +152,8 @@ class Replicas:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return all(engine.idle for engine in self._engines)
+        """Whether there is nothing to do, and nothing that no step has told of."""
+        return all(engine.idle for engine in self._engines) and not self._news
 
     @property
     def stats(self) -> Stats:
@@ -224,6 +224,7 @@ class Replicas:
         """Take what an engine has to do as new to it: it may have forgotten what was computed."""
         engine = self._engines[replica]
         self._router.forget(replica)
+        self._homes.update(dict.fromkeys(engine._pins, replica))
         for request in _unfinished(engine):
             self._homes[request], context = replica, request.context
             prompt = Prompt.of(context, engine._page_size)

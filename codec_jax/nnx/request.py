@@ -34,7 +34,7 @@ class Request:
     scored_from: int = 0  # the first token of the prompt whose successor `prompt_logprobs` is about
     tokens: list[int] = field(default_factory=list)  # generated, a stop token included
     logprobs: list[float] = field(default_factory=list)  # of each, under the model's own distribution
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)  # with each, as many as were asked for
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)  # with each, as many as were asked for then
     prompt_logprobs: list[float] = field(default_factory=list)  # of the prompt's tokens after `scored_from`
     text: str = ""  # a stop token or stop string left out
     finish_reason: FinishReason | None = None

@@ -143,6 +143,47 @@ def test_a_fork_goes_on_from_where_its_source_is(engine: Engine, dense: Dense) -
     np.testing.assert_allclose(other.logprobs, dense.logprobs(PROMPTS[0], other.tokens), atol=2e-4)
 
 
+def test_a_fork_that_asks_for_more_than_its_source_keeps_what_that_has(engine: Engine) -> None:
+    source = engine.submit(PROMPTS[0], greedy(6))
+    run(engine)
+    fork = engine.fork(source, greedy(10, top_logprobs=2))
+    assert fork.tokens == source.tokens
+    run(engine)
+    assert fork.tokens[:6] == source.tokens
+    assert [len(each) for each in fork.top_logprobs] == [0] * 6 + [2] * 4
+    less = engine.fork(fork, greedy(12))
+    run(engine)
+    assert less.tokens[:10] == fork.tokens
+    assert less.top_logprobs == []
+
+
+def test_an_engine_is_not_idle_before_it_has_told_of_everything(setup: Setup, engine: Engine) -> None:
+    request, told = engine.submit(PROMPTS[0], greedy(4)), []
+    for count in range(20):
+        told += engine.step() if not engine.idle else []
+        if count == 1:
+            engine.update_weights(setup.dense.model)  # which takes in the step that is under way
+    assert request.finished
+    assert told[-1] is request
+
+
+def test_a_callback_may_abort_a_request_that_lands_with_its_own(engine: Engine) -> None:
+    heard: list[Update] = []
+    requests: list[Request] = []
+
+    def first(_: Request, update: Update) -> None:
+        if update.finish_reason:
+            engine.abort(requests[1])
+
+    requests.append(engine.submit(PROMPTS[0], greedy(8), on_update=first))
+    requests.append(engine.submit(PROMPTS[0], greedy(8), on_update=lambda _, update: heard.append(update)))
+    run(engine)
+    assert requests[1].finish_reason == "abort"
+    assert len(requests[1].tokens) < 8
+    assert [token for update in heard for token in update.tokens] == requests[1].tokens
+    assert [update.finish_reason for update in heard] == [None] * len(heard)
+
+
 def test_samples_are_all_taken_or_none(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"stream: expected"):
         engine.submit_samples([1, 2], 3, SamplingParams(max_tokens=50, stream=2**31 - 2))
@@ -286,13 +327,17 @@ def test_errors_of_one_request_leave_the_others_alone(engine: Engine, dense: Den
     heard: list[Update] = []
     good = engine.submit(PROMPTS[0], greedy(), on_update=lambda _, update: heard.append(update))
     bad = engine.submit(PROMPTS[0], greedy(), on_update=fails)
-    worse = engine.submit(PROMPTS[0], greedy(matcher=Broken({1}, 9)))
+    ended: list[str | None] = []
+    worse = engine.submit(
+        PROMPTS[0], greedy(matcher=Broken({1}, 9)), on_update=lambda _, update: ended.append(update.finish_reason)
+    )
     gone = engine.submit(PROMPTS[2], greedy())
     engine.step()
     engine.abort(gone)
     run(engine)
     assert isinstance(bad.error, OSError)
     assert isinstance(worse.error, RuntimeError)
+    assert ended == ["error"]
     assert (bad.finish_reason, worse.finish_reason, gone.finish_reason) == ("error", "error", "abort")
     assert_alone(good, dense)
     assert [token for update in heard for token in update.tokens] == good.tokens

@@ -54,6 +54,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {-1: 1.0}}, "^logit_bias: .*got -1"),
     ({"logit_bias": {"5": 1.0}}, "^logit_bias: .*got '5'"),
     ({"logit_bias": {5: -np.inf}}, r"^logit_bias\[5\]: expected a finite number, got -inf"),
+    ({"temperature": 10**400}, "^temperature: expected a finite number, got 1000"),
     ({"logit_bias": dict.fromkeys(range(301), 0.0)}, "^logit_bias: expected at most 300 tokens, got 301"),
     ({"matcher": "[a-z]+"}, "^matcher: expected the methods compute_bitmask, .*, got str"),
 ]
@@ -90,6 +91,14 @@ def test_extreme_options_are_accepted() -> None:
         stream=2**31 - 1,
         stop_tokens=range(16),
     )
+
+
+def test_the_largest_bias_decides_at_the_lowest_temperature() -> None:
+    rows = [SamplingParams(temperature=t, logit_bias={5: 3e38, 6: -3e38}, stream=i) for i, t in enumerate((1e-6, 0.5))]
+    options, history = RowOptions.of(rows, VOCAB), History.empty(2, VOCAB)
+    for position in range(8):
+        logits = np.random.default_rng(position).normal(size=(2, VOCAB)).astype(np.float32)
+        assert jitted_draw(logits, options, history, np.full(2, position, np.int32)).token.tolist() == [5, 5]
 
 
 # ---------------------------------------------------------------------- constraints

@@ -123,6 +123,16 @@ def test_forks_stay_where_their_source_is(replicas: Replicas, dense: Dense) -> N
         replicas.fork(source, greedy(30))
 
 
+def test_what_was_pinned_before_there_were_replicas_is_unpinned_where_it_is(setup: Setup) -> None:
+    engines = [make_engine(setup.dense.model) for _ in range(2)]
+    pinned = engines[1].pin(DOCUMENT)
+    while not engines[1].idle:
+        engines[1].step()
+    replicas = Replicas(engines)
+    replicas.unpin(pinned)
+    assert not engines[1]._scheduler.cache.pins.any()
+
+
 def test_work_that_is_aborted_counts_no_more(replicas: Replicas) -> None:
     requests = replicas.submit_samples(PROMPTS[0], 8, greedy(40))
     assert {home(replicas, request) for request in requests} == {0, 1}

@@ -556,6 +556,7 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
         (["--model", "nowhere"], "expected one with config.json"),
         (["--max-context", "1000"], f"--max-context: expected 1 to {CONTEXT}"),
         (["--max-context", "0"], f"--max-context: expected 1 to {CONTEXT}"),
+        (["--max-context", str(CONTEXT), "--kv-cache-gib", "1e-5"], "--max-context: expected at most 80"),
         (["--api-key", ""], "--api-key: expected a key, got an empty one"),
         (["--max-requests", "0"], "max_requests: expected an integer of at least 1"),
         (["--kv-cache-gib", "1e-9"], "num_pages: expected"),
@@ -569,7 +570,7 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
 )
 def test_options_that_are_wrong_are_refused(model_dir: Path, options: list[str], expected: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(expected)):
-        serve.main(["--model", str(model_dir), *options])
+        serve.main(["--model", str(model_dir), "--port", "0", *options])
 
 
 @pytest.mark.parametrize(
