@@ -69,15 +69,15 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
     going = [running for running in step.drawing if not running.request.finished]
     for running in going:
         request, tokens = running.request, landed.tokens[running.row]
+        if request.finished:  # a callback of another one has aborted it
+            continue
         with failing_alone(request):
             _check_finite(~landed.broken[running.row], request)
             drawn[running], reasons[running] = _accepted(request, tokens[tokens >= 0].tolist())
     scheduler.grow(drawn)
-    counts = dict.fromkeys((running.request for running in going), 0)
+    updates: dict[Request, Update] = {}
     for running, accepted in drawn.items():
         row, request = running.row, running.request
-        if request.finished:  # a callback of another one has aborted it
-            continue
         request.tokens.extend(accepted)
         request.logprobs.extend(landed.logprobs[row, : len(accepted)].tolist())
         if count := request.params.top_logprobs:
@@ -85,9 +85,10 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
             request.top_logprobs += [
                 dict(zip(*pair, strict=True)) for pair in zip(*(x.tolist() for x in tops), strict=True)
             ]
-        tell(request, accepted, reasons[running])
-        counts[request] = len(accepted)
-    return counts
+        updates[request] = settle(request, accepted, reasons[running])
+    for request, update in updates.items():  # when all have theirs, for callbacks may abort others, or be interrupted
+        call_back(request, update)
+    return {running.request: len(drawn.get(running, ())) for running in going}
 
 
 def take_scores(step: Step, landed: Landed, chunk_tokens: int) -> list[Request]:
@@ -107,14 +108,24 @@ def take_scores(step: Step, landed: Landed, chunk_tokens: int) -> list[Request]:
 
 def tell(request: Request, tokens: list[int], reason: FinishReason | None) -> None:
     """Finish a request if there is a reason, and call back with its new tokens."""
+    call_back(request, settle(request, tokens, reason))
+
+
+def settle(request: Request, tokens: list[int], reason: FinishReason | None) -> Update:
+    """Finish a request if there is a reason, and return what is new of it, of which these are the tokens."""
     before = len(request.text)
     if reason is not None:
         finish(request, reason)
     elif request.stream is not None:
         request.text = request.stream.text
-    if request.on_update is not None:
+    return Update(tokens, request.text[before:], reason)
+
+
+def call_back(request: Request, update: Update) -> None:
+    """Tell who listens what is new of a request, unless it was aborted since."""
+    if request.on_update is not None and request.finish_reason == update.finish_reason:
         with failing_alone(request, calling_back=True):
-            request.on_update(request, Update(tokens, request.text[before:], reason))
+            request.on_update(request, update)
 
 
 def finish(request: Request, reason: FinishReason) -> None:
