@@ -294,6 +294,9 @@ def test_a_matcher_says_what_may_come_and_when_it_ends(engine: Engine, dense: De
         want.append(max(matcher.tokens, key=lambda token: dense.logits([*PROMPTS[0], *want])[token]))
     assert request.tokens == again.tokens == want
     assert request.finish_reason == "stop"
+    fork = engine.fork(request)  # has nothing to go on with
+    run(engine)
+    assert (fork.tokens, fork.finish_reason) == (want, "stop")
     for other in others:
         assert_alone(other, dense)
 
