@@ -139,7 +139,7 @@ def test_spreading_moves_pages_and_changes_nothing_else(tree, devices):
 @pytest.mark.parametrize("tokens", [8, 40, 8 * 70])
 def test_a_request_that_grows_by_thousands_of_pages_stays_spread(devices, tokens):
     forest = Forest.from_nodes([-1, 0, 0], [8 * 30, 3, 8], [1, 2], page_size=8)
-    forest, pool = forest.spread(4400, devices)
+    forest, pool = forest.spread(3000, devices)
     moves, limit = 0, MIN_RUN_PAGES + tokens // 8
     while pool.num_free > 200:
         last = forest.pages_of(1)[-1]

@@ -67,7 +67,7 @@ def test_thousands_of_operations_lose_no_page(operations, devices) -> None:
 
 def test_an_invariant_cache_loses_no_page_and_shares_none_that_was_drawn() -> None:
     random, world = Random(1), World(invariant=True)
-    for count in range(3000):
+    for count in range(2000):
         random.choice(World.operations)(world, random)
         if count % 5 == 0:
             world.check()
