@@ -307,14 +307,12 @@ def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatc
 def test_meshes_decode_documents_of_their_own_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.decoding.MAX_CALLS", 1)
     monkeypatch.setattr("benchmarks.decoding.MAX_DIFFERENCE", 1e-4)
-    devices = jax.devices()[:4]  # each of which compiles a step
-    monkeypatch.setattr("jax.devices", lambda *_: devices)
     case = SharedDocument(document=1100, requests=3, own=9)
-    config, count = replace(TINY, num_layers=1), len(devices)
-    rows = list(scaling.measure_steps(config, [ALONE, Parallel(context=2)], [case], data=True))
+    config, count = replace(TINY, num_layers=1), len(jax.devices())
+    rows = list(scaling.measure_steps(config, [ALONE, Parallel(context=2, tensor=2)], [case], data=True))
     assert [row.get("error") for row in rows] == [None] * 2
-    assert [(row["data"], row["gpus"]) for row in rows] == [(count, count), (count // 2, count)]
-    used = [scaling.mesh_of(Parallel(context=2), number).devices.ravel() for number in range(count // 2)]
+    assert [(row["data"], row["gpus"]) for row in rows] == [(count, count), (count // 4, count)]
+    used = [scaling.mesh_of(Parallel(context=2, tensor=2), number).devices.ravel() for number in range(count // 4)]
     assert sorted(device.id for each in used for device in each) == list(range(count))
     assert 0.0 < rows[1]["logits_difference"] < 1e-4
 
