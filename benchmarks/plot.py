@@ -26,7 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.pages import PAGES, Page
 from benchmarks.rounding import at_least, at_most
-from benchmarks.tables import PEERS, gain, number, plain, steps_beside_vllm
+from benchmarks.tables import PEERS, faster_of_vllm, gain, number, plain, steps_beside_vllm
 
 #: Okabe and Ito's colours, which colour-blind readers can tell apart: one for each method, on all drawings. What is no
 #: method, such as parts of a step, has some of Tol's.
@@ -273,8 +273,8 @@ def decoding_vllm(rows: list[dict], page: Page) -> Canvas:
     """Draw our steps beside vLLM's faster way of each, as `decoding` does."""
     shown = []
     for step in steps_beside_vllm(rows):
-        ours, *theirs = (step[way] for way in sorted(step, key="codec_jax".__ne__))
-        shown += [ours, min(theirs, key=lambda row: row["wall_us"]) | {"floor_us": ours["floor_us"]}]
+        ours = step["codec_jax"]
+        shown += [ours, faster_of_vllm(step) | {"floor_us": ours["floor_us"]}]
     return decoding(shown, page)
 
 

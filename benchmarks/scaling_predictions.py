@@ -105,12 +105,14 @@ def with_parts(row: dict, machine: Machine) -> dict:
 def on_a_host(row: dict, machine: Machine, costs: Costs) -> dict:
     """Lay the time of a step on one GPU or several beside what the model says."""
     group, layers = Parallel(row["tensor"], row["context"]), f", {row['layers']} layers" if "layers" in row else ""
+    parts = step_us(config_of(row), case_of(row), group, machine, costs)
     return {
         "name": f"{row['model']}{layers}, {row['name']}",
         "variant": "several GPUs" if row["gpus"] > 1 else "one GPU",
         "model": row["model"],
         "wall_us": row["wall_us"],
-        "predicted_us": math.fsum(step_us(config_of(row), case_of(row), group, machine, costs).values()),
+        "predicted_us": math.fsum(parts.values()),
+        "parts_us": {part: round(us, 1) for part, us in parts.items()},
     }
 
 

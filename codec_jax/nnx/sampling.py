@@ -14,6 +14,7 @@ from codec_jax.nnx.params import MAX_BIASED_TOKENS, MAX_STOP_TOKENS, MAX_TOP_LOG
 from codec_jax.nnx.truncation import truncate
 from pallas_kernels.varying import vary_like
 
+#: Larger biases decide no more than this, which the lowest temperature does not make infinite.
 _MAX_BIAS = 1e30
 
 #: No token: what fills up stop tokens and top tokens.
@@ -57,7 +58,6 @@ class RowOptions(NamedTuple):
                 stop_tokens[row, : len(params.stop_tokens)] = params.stop_tokens
             if params.logit_bias:
                 bias_tokens[row, : len(params.logit_bias)] = list(params.logit_bias)
-                # Larger ones decide no more than these, which a low temperature does not make infinite.
                 biases = np.clip(list(params.logit_bias.values()), -_MAX_BIAS, _MAX_BIAS)
                 bias_values[row, : len(params.logit_bias)] = biases
         return cls(
