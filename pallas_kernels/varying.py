@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 #: The axes along which a number of this program varies.
-_NOWHERE = jax.typeof(np.int32(0)).manual_axis_type
+NOWHERE = jax.typeof(np.int32(0)).manual_axis_type
 
 
 def vary_like(value: jax.Array, tree: Any) -> jax.Array:
@@ -18,7 +18,7 @@ def vary_like(value: jax.Array, tree: Any) -> jax.Array:
     Under `jax.shard_map` a loop may not change along which axes its carry varies. The selection is folded away.
     """
     for array in jax.tree.leaves(tree):
-        if jax.typeof(array).manual_axis_type == _NOWHERE:
+        if jax.typeof(array).manual_axis_type == NOWHERE:
             continue
         value = jnp.where(True, value, jnp.ravel(array)[0].astype(value.dtype))
     return value
@@ -35,6 +35,6 @@ def unvaried(value: jax.Array) -> jax.Array:
 
 _unvaried_p = Primitive("unvaried")
 _unvaried_p.def_impl(lambda value: value)
-_unvaried_p.def_abstract_eval(lambda aval: aval.update(manual_axis_type=_NOWHERE))
+_unvaried_p.def_abstract_eval(lambda aval: aval.update(manual_axis_type=NOWHERE))
 batching.defvectorized(_unvaried_p)
 mlir.register_lowering(_unvaried_p, lambda _, value: [value])

@@ -10,27 +10,32 @@ from jaxtyping import Array, Float, Int
 
 from codec_jax.forest import KVPages
 from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.rope import turns
 from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, Scales
 
 
-def serves(config: DecoderConfig, rows: int) -> bool:
+def serves(config: DecoderConfig, parallel: Parallel, rows: int) -> bool:
     """Whether the kernel takes so many rows of a decoder; XLA's kernels take the others.
 
     Args:
       config: of the decoder.
+      parallel: the devices among which its heads are divided.
       rows: tokens of a step, of all batches.
     """
     is_plain = config.cache_dtype == jnp.dtype(config.dtype) and not (
         config.qk_norm and config.qk_norm_over == "projection"
     )
-    alone = jax.sharding.get_abstract_mesh().empty
-    return is_plain and alone and head_rows.why_not(_sizes(config), rows, config.dtype, jax.devices()[0]) is None
+    here = jax.sharding.get_abstract_mesh()
+    is_of_one_device = set(here.axis_names) == set(here.manual_axes)  # XLA cannot divide a kernel among several
+    sizes = _sizes(config, parallel)
+    return is_plain and is_of_one_device and head_rows.why_not(sizes, rows, config.dtype, jax.devices()[0]) is None
 
 
 def split_heads(
     config: DecoderConfig,
+    parallel: Parallel,
     layer: int,
     columns: Float[Array, "B T columns"],
     scales: Scales,
@@ -42,20 +47,21 @@ def split_heads(
 
     Args:
       config: of the decoder, which the kernel serves.
+      parallel: the devices among which its heads are divided.
       layer: its number.
-      columns: queries, keys and values of all heads.
+      columns: queries, keys and values of all heads that this device attends with.
       scales: factors of the norms of query and key heads, if there are norms.
       positions, slots, pages: as in `Attention.decode`.
 
     Returns the queries, and the pages.
     """
-    batch, sizes = columns.shape[:2], _sizes(config)
+    batch, sizes = columns.shape[:2], _sizes(config, parallel)
     cos, sin = turns(positions.reshape(-1), config.head_dim // 2, *config.rope_of(layer))
     places = Places(cos, sin, slots.reshape(-1), pages.key, pages.value)
     query, key, value = head_rows.split_heads(columns.reshape(-1, columns.shape[2]), scales, places, sizes)
     return query.reshape(*batch, *query.shape[1:]), replace(pages, key=key, value=value)
 
 
-def _sizes(config: DecoderConfig) -> HeadSizes:
+def _sizes(config: DecoderConfig, parallel: Parallel) -> HeadSizes:
     norm = Norm(config.norm_epsilon, config.norm_plus_one) if config.qk_norm else None
-    return HeadSizes(config.num_q_heads, config.num_kv_heads, config.head_dim, norm)
+    return HeadSizes(*parallel.heads(config.num_q_heads, config.num_kv_heads), config.head_dim, norm)

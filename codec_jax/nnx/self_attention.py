@@ -84,10 +84,11 @@ class Attention(nnx.Module):
         Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.
         """
         config = self.config
-        if parallel == ALONE and head_split.serves(config, slots.size):
+        if head_split.serves(config, parallel, slots.size):
             scales = (self.query_norm.scale[...], self.key_norm.scale[...]) if config.qk_norm else None
-            columns = self.query_key_value(x)
-            query, pages = head_split.split_heads(config, self.layer, columns, scales, positions, slots, pages)
+            columns = self._columns(x, parallel)
+            places = positions, slots, pages
+            query, pages = head_split.split_heads(config, parallel, self.layer, columns, scales, *places)
         else:
             query, key, value = self._project(x, positions, parallel)
             pages = pages.write(slots, key, value)
@@ -99,12 +100,16 @@ class Attention(nnx.Module):
         sinks = self.sinks[...].astype(jnp.float32) if config.sinks else None
         return Scoring(config.window_of(self.layer), config.scale, config.softcap, sinks)
 
+    def _columns(self, x: Array, parallel: Parallel) -> Array:
+        """Return queries, keys and values of the heads that this device attends with."""
+        num_q_heads, num_kv_heads = parallel.heads(self.config.num_q_heads, self.config.num_kv_heads)
+        sizes = [count * self.config.head_dim for count in (num_q_heads, num_kv_heads, num_kv_heads)]
+        return parallel.gather(self.query_key_value(x), sizes)
+
     def _project(self, x: Array, positions: Array, parallel: Parallel = ALONE) -> tuple[Array, Array, Array]:
         config = self.config
         num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-        sizes = [count * config.head_dim for count in (num_q_heads, num_kv_heads, num_kv_heads)]
-        columns = parallel.gather(self.query_key_value(x), sizes)
-        heads = columns.reshape(*x.shape[:2], -1, config.head_dim)
+        heads = self._columns(x, parallel).reshape(*x.shape[:2], -1, config.head_dim)
         # Queries and keys together, and rounded once, so that XLA needs one reduction for the norms of all heads and
         # does the rest in the very kernels that store them.
         turning, value = jnp.split(heads, [num_q_heads + num_kv_heads], axis=2)

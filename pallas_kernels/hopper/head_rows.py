@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper.tiling import why_not_on
+from pallas_kernels.varying import unvaried, vary_like
 
 #: A lane loads 1, 2 or 4 numbers of half a head at once; heads of 192, with 3, were wrong on an H200.
 _HEAD_DIMS = (64, 128, 256)
@@ -93,4 +94,7 @@ def split_heads(
     # A JAX that was built without GPU support may not have their dialect.
     from pallas_kernels.hopper import split_heads
 
-    return split_heads.split_heads(columns, scales, places, sizes)
+    given = columns, scales, places
+    columns, scales, places = jax.tree.map(unvaried, given)
+    query, key, value = split_heads.split_heads(columns, scales, places, sizes)
+    return vary_like(query, given), vary_like(key, given), vary_like(value, given)

@@ -21,6 +21,7 @@ from jax import lax
 
 from pallas_kernels.compat import kernel_on_references, load, store
 from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HeadSizes, Places, Scales
+from pallas_kernels.varying import NOWHERE
 
 _LANES = 32  # of a warp
 
@@ -46,7 +47,7 @@ def split_heads(
     kernel = kernel_on_references(
         "split_heads",
         lambda *refs: _split(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
-        out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, sizes.head_dim), dtype),
+        out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, sizes.head_dim), dtype, manual_axis_type=NOWHERE),
         scratch_types=[plgpu.SMEM((BLOCK_ROWS, 1, sizes.head_dim), dtype)],
         mesh=plgpu.Mesh(grid=(-(-count // BLOCK_ROWS), sizes.num_heads), grid_names=("rows", "heads")),
     )

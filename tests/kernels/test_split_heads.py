@@ -9,8 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from head_calls import check_heads, random_call, sizes_of
+from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels.hopper.head_rows import HeadSizes, Norm, split_heads
+from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, split_heads
 
 PLAIN, PLUS_ONE = Norm(1e-6, plus_one=False), Norm(1e-3, plus_one=True)
 
@@ -45,6 +46,20 @@ def test_heads_are_one_kernel_that_keeps_pages_where_they_are(head_dim: int, nor
     sizes = sizes_of(32, 8, norm, head_dim)
     call = jax.eval_shape(lambda: random_call(64, sizes))
     text = split_heads.trace(*call, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert len(re.findall(r"output_operand_alias<", text)) == 2  # keys and values
+
+
+def test_on_a_mesh_each_device_keeps_its_pages_where_they_are() -> None:
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    whole, each = sizes_of(32, 8, PLAIN), sizes_of(16, 4, PLAIN)
+    columns, heads = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
+    in_specs = columns, PartitionSpec(), Places(*(PartitionSpec(),) * 3, heads, heads)
+    split = jax.shard_map(
+        partial(split_heads, sizes=each), mesh=mesh, in_specs=in_specs, out_specs=(columns, heads, heads)
+    )
+    call = jax.eval_shape(lambda: random_call(64, whole))
+    text = jax.jit(split).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
     assert len(re.findall(r"output_operand_alias<", text)) == 2  # keys and values
 

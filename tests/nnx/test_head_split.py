@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import CONTEXT, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
 from flax import nnx
 
 from codec_jax import Forest, PagePool, Window, make_plan
 from codec_jax.forest import KVPages
-from codec_jax.nnx import Decoder, DecoderConfig, head_split
+from codec_jax.nnx import Decoder, DecoderConfig, Sampler, head_split
+from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.rope import LinearScaling
 from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Places
@@ -77,27 +79,57 @@ def test_a_decoder_gives_the_same_by_the_kernel(monkeypatch: pytest.MonkeyPatch)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5), wanted, made)
 
 
+def test_each_device_of_a_mesh_splits_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = set()
+
+    def counted(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> Any:
+        heads.add((sizes.num_q_heads, sizes.num_kv_heads))
+        return split_heads(columns, scales, places, sizes)
+
+    monkeypatch.setattr(head_rows, "split_heads", counted)
+    monkeypatch.setattr(head_split, "serves", lambda *_: True)
+    changes = {"num_q_heads": 4, "num_kv_heads": 2, "dtype": jnp.float32, "param_dtype": jnp.float32}
+    whole = Dense(Decoder(replace(CONFIG, vocab_size=VOCAB, **changes), nnx.Rngs(0)))
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), devices=jax.devices("cpu")[:4])
+    sampler = Sampler(whole.model, mesh=mesh, max_requests=4, num_pages=32, page_size=8, max_context=CONTEXT, steps=4)
+    state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
+    state, generated = sampler.decode(state, 4, temperature=0.0)
+    for request, tokens in enumerate(generated.tokens):
+        texts[request] += tokens
+    assert_logits_follow(state, texts, whole)
+    assert heads == {(2, 1)}
+
+
 @pytest.mark.usefixtures("_hopper_gpu")
-def test_it_serves_what_it_can_and_nothing_on_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert head_split.serves(CONFIG, 16)
-    assert head_split.serves(replace(CONFIG, dtype=jnp.float16, qk_norm=False), 8192)
-    assert all(head_split.serves(replace(CONFIG, head_dim=size), 16) for size in (64, 256))
-    assert not head_split.serves(CONFIG, 3)
+def test_it_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert head_split.serves(CONFIG, ALONE, 16)
+    assert head_split.serves(replace(CONFIG, dtype=jnp.float16, qk_norm=False), ALONE, 8192)
+    assert all(head_split.serves(replace(CONFIG, head_dim=size), ALONE, 16) for size in (64, 256))
+    assert not head_split.serves(CONFIG, ALONE, 3)
     for changes in (
         {"dtype": jnp.float32}, {"head_dim": 80}, {"head_dim": 192}, {"head_dim": 512}, {"qk_norm_over": "projection"},
         {"kv_dtype": jnp.float8_e4m3fn},
     ):  # fmt: skip
-        assert not head_split.serves(replace(CONFIG, **changes), 16), changes
-
-    inside = []
-    mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()[:1]), ("tensor",))
-    spec = jax.sharding.PartitionSpec()
-
-    def look(x: jax.Array) -> jax.Array:
-        inside.append(head_split.serves(CONFIG, 16))
-        return x
-
-    jax.jit(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec))(np.ones(1))
-    assert inside == [False]
+        assert not head_split.serves(replace(CONFIG, **changes), ALONE, 16), changes
     monkeypatch.setattr(head_split.jax, "devices", jax.local_devices)
-    assert not head_split.serves(CONFIG, 16)
+    assert not head_split.serves(CONFIG, ALONE, 16)
+
+
+@pytest.mark.usefixtures("_hopper_gpu")
+def test_it_serves_devices_by_themselves_and_no_arrays_that_several_have() -> None:
+    mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()[:2]).reshape(2, 1), ("context", "tensor"))
+    served = {}
+
+    def inside_of(*axes: str) -> bool:
+        def look(x: jax.Array) -> jax.Array:
+            served[axes] = head_split.serves(CONFIG, Parallel(context=2), 16)
+            return x
+
+        spec = jax.sharding.PartitionSpec()
+        jax.jit(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*axes}))(np.ones(1))
+        return served[axes]
+
+    assert inside_of("context", "tensor")
+    assert not inside_of("context")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert not head_split.serves(CONFIG, ALONE, 16)
