@@ -260,12 +260,13 @@ def cascade(tensors: Tensors, backend: str) -> Run:
     """Plan what MultiLevelCascadeAttentionWrapper runs, which has no choice of backend of its own.
 
     On Hopper it takes fa3, which does not split a long context over thread blocks; fa2 does. Partial results go to
-    buffers made beforehand, which that wrapper clears anew for every call.
+    buffers made beforehand, which that wrapper clears anew for every call. For keys of one byte fa3 wants a query of
+    one byte, too.
     """
     import flashinfer
     import torch
 
-    tensors.has_only("cascade", "softcap", "kv_dtype")
+    tensors.has_only("cascade", "softcap", *(["kv_dtype"] if backend == "fa2" else []))
     query, pages = tensors.query, tensors.pages
     levels = []
     for table in level_tables(tensors.forest):
