@@ -61,6 +61,16 @@ FITTED_TOGETHER = (
     "scaling_70b_1m_64_h200",
     "scaling_70b_1m_256_h200",
 )
+#: Rows of one and two GPUs that were measured when the fit was done.
+MEASURED_AFTERWARDS = (
+    "scaling_4b_120k_h200",
+    "scaling_32b_32k_16_two_h200",
+    "scaling_32b_32k_64_two_h200",
+    "scaling_32b_1m_2_two_h200",
+    "scaling_70b_32k_16_two_h200",
+    "scaling_70b_32k_64_two_h200",
+    "scaling_70b_16_two_h200",
+)
 
 
 @cache
@@ -86,6 +96,9 @@ def predict_all() -> Iterator[dict]:
     yield from (with_parts(row, machine) | common for row in rows_of(FITTED, "shared"))
     for stem in FITTED_TOGETHER:
         yield from (on_a_host(row, machine, costs_of_an_h200(stem)) | common for row in rows_of(stem, "step"))
+    for stem in MEASURED_AFTERWARDS:
+        rows = (on_a_host(row, machine, costs_of_an_h200()) for row in rows_of(stem, "step"))
+        yield from (row | {"variant": f"{row['variant']}, afterwards"} | common for row in rows)
     for model, document, requests in product(MODELS, PREDICTED_DOCUMENTS, PREDICTED_REQUESTS):
         yield from (row | assumed | common for row in predicted(model, SharedDocument(document, requests), machine))
 

@@ -416,12 +416,15 @@ def scaling_measured(rows: list[dict]) -> str:
             for row in rows
             if row["variant"] == variant
         ]
-        alone = {row["case"]: row["wall_us"] for row in chosen if row["gpus"] == 1}
+        alone: dict[str, float] = {}
+        for row in chosen:  # those of one GPU come first, of each host
+            if row["gpus"] == 1:
+                alone[row["case"]] = row["wall_us"]
+            row["faster"] = row["data"] * alone[row["case"]] / row["wall_us"]
 
-        def fill(row: dict, alone: dict = alone, unit: float = unit, digits: int = digits) -> str:
-            faster = row["data"] * alone[row["case"]] / row["wall_us"]
+        def fill(row: dict, unit: float = unit, digits: int = digits) -> str:
             predicted = f"predicted {at_most(row['predicted_us'] / unit, digits)}"
-            return f"{at_most(row['wall_us'] / unit, digits)}, {at_least(faster, 2)}x; {predicted}"
+            return f"{at_most(row['wall_us'] / unit, digits)}, {at_least(row['faster'], 2)}x; {predicted}"
 
         if chosen:
             parts.append(f"{what.capitalize()}, context x tensor:\n\n{pivot(chosen, 'case', 'of', fill)}")
