@@ -88,12 +88,12 @@ def test_each_device_of_a_mesh_splits_its_heads(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(head_rows, "split_heads", counted)
     monkeypatch.setattr(head_split, "serves", lambda *_: True)
-    changes = {"num_q_heads": 4, "num_kv_heads": 2, "dtype": jnp.float32, "param_dtype": jnp.float32}
+    changes = {"num_layers": 1, "num_q_heads": 4, "num_kv_heads": 2, "dtype": jnp.float32, "param_dtype": jnp.float32}
     whole = Dense(Decoder(replace(CONFIG, vocab_size=VOCAB, **changes), nnx.Rngs(0)))
     mesh = jax.make_mesh((2, 2), ("context", "tensor"), devices=jax.devices("cpu")[:4])
-    sampler = Sampler(whole.model, mesh=mesh, max_requests=4, num_pages=32, page_size=8, max_context=CONTEXT, steps=4)
+    sampler = Sampler(whole.model, mesh=mesh, max_requests=4, num_pages=32, page_size=8, max_context=CONTEXT, steps=2)
     state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
-    state, generated = sampler.decode(state, 4, temperature=0.0)
+    state, generated = sampler.decode(state, 2, temperature=0.0)
     for request, tokens in enumerate(generated.tokens):
         texts[request] += tokens
     assert_logits_follow(state, texts, whole)
