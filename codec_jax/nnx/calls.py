@@ -51,7 +51,7 @@ def submit(
       prompt: token ids, or text if the engine has a tokenizer.
       params: how it is decoded.
       on_update: called with the request and what is new of it, its end included unless `abort` ends it. An error that
-        it raises ends this request.
+        it raises ends this request. It may submit, fork, pin and abort, but not step, or call what steps.
 
     Returns the request, which the engine fills in. Raises ValueError for one that can never be served.
     """

@@ -11,6 +11,8 @@ The host is one step ahead: `step` schedules and dispatches a step, and then wai
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count as numbers
 from typing import NamedTuple
 
@@ -175,6 +177,7 @@ class Engine:
         self._ids = numbers()
         self._flight: _Flight | None = None
         self._news: list[Request] = []  # that no step has told of yet
+        self._is_taking_in = False  # what a step brought
         self._pins: dict[Request, Int[np.ndarray, " pages"] | None] = {}  # None: still to be computed
         self._submitted = self._steps = self._generated = 0
 
@@ -248,20 +251,11 @@ class Engine:
         An error of one request, such as logits that are not finite or a callback that raises, ends this request with
         `finish_reason` "error" and is its `error`. The others go on. After any other error, or an interruption, all
         that was computed is forgotten, and the next step computes it again.
+
+        Raises RuntimeError in a callback, as do all methods that step.
         """
-        flight = self._flight
-        try:
+        with self._taking_in():
             return self._step()
-        except BaseException:
-            inside = [] if flight is None else [*flight.step.drawing, *flight.step.finishing]
-            self._news = [running.request for running in inside if running.request.finished]
-            self._flight = None
-            self._device.restart()
-            self._restart()
-            for request in self._scheduler.queue:  # a landing may have come to any of them halfway
-                with failing_alone(request):
-                    begin(request, self.tokenizer)
-            raise
 
     def _step(self) -> list[Request]:
         news, self._news = self._news, []
@@ -289,16 +283,52 @@ class Engine:
         Args:
           model: a decoder of the same config.
 
-        Raises ValueError for another config, or weights of other shapes or dtypes.
+        Raises ValueError for another config, or weights of other shapes or dtypes, RuntimeError in a callback. After an
+        interruption it is as with `step`, by the new weights.
         """
+        self._refuse_in_callbacks()
         self._device.update_weights(model)
-        self._news += self._land()
-        self._restart()
+        with self._taking_in():
+            self._news += self._land()
+            self._restart()
 
     def warm_up(self) -> None:
-        """Compile what steps run, so that the first requests do not wait for it."""
-        self._news += self._land()  # what the device carries for the next step is that of the last one
-        self._device.warm_up(self._scheduler.cache)
+        """Compile what steps run, so that the first requests do not wait for it.
+
+        Raises RuntimeError in a callback.
+        """
+        with self._taking_in():
+            self._news += self._land()  # what the device carries for the next step is that of the last one
+            self._device.warm_up(self._scheduler.cache)
+
+    @contextmanager
+    def _taking_in(self) -> Iterator[None]:
+        """Take in the step in flight; after an error that is not a request's forget all that was computed."""
+        self._refuse_in_callbacks()
+        flight, news, self._is_taking_in = self._flight, self._news, True
+        try:
+            yield
+        except BaseException:
+            inside = [] if flight is None else [*flight.step.drawing, *flight.step.finishing]
+            ended = [running.request for running in inside if running.request.finished]
+            self._news = list(dict.fromkeys([*news, *ended]))
+            self._flight = None
+            self._device.restart()
+            self._restart()
+            for request in self._scheduler.queue:  # a landing may have come to any of them halfway
+                with failing_alone(request):
+                    begin(request, self.tokenizer)
+            raise
+        finally:
+            self._is_taking_in = False
+
+    def _refuse_in_callbacks(self) -> None:
+        """Raise RuntimeError while a step is taken in: half of the requests do not have theirs yet."""
+        if self._is_taking_in:
+            raise RuntimeError(
+                "engine: expected nobody to step, generate, stream, score, warm_up or update_weights in a callback, got "
+                "a call from one; submit, fork, pin and abort there, and step when this step has returned"
+            )
 
     def _restart(self) -> None:
         """Send everybody back to the queue, with what they have generated, and pinned prefixes before them."""
@@ -360,10 +390,13 @@ class Engine:
             news = [*drawn, *take_scores(step, landed, self._chunk_tokens)]
             self._generated += sum(drawn.values())
         for running in step.finishing:
-            if not (request := running.request).finished:
-                if request in self._pins:
-                    self._scheduler.cache, self._pins[request] = self._scheduler.cache.pin(running.row)
-                tell(request, [], "length")
-                news.append(request)
+            if (request := running.request).finished:
+                continue
+            if request in self._pins:
+                if running not in self._scheduler.running:  # it gave way meanwhile, and comes again
+                    continue
+                self._scheduler.cache, self._pins[request] = self._scheduler.cache.pin(running.row)
+            tell(request, [], "length")
+            news.append(request)
         self._scheduler.land(step)
         return news

@@ -494,6 +494,94 @@ def test_an_interruption_costs_only_time(
     engine.unpin(pin)
 
 
+@pytest.mark.parametrize("name", ["update_weights", "warm_up"])
+def test_an_interruption_of_what_lands_a_step_costs_only_time(
+    name: str, engine: Engine, dense: Dense, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [engine.submit(prompt, greedy()) for prompt in PROMPTS]
+    while len(requests[0].tokens) < 5:
+        engine.step()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine_module, "fetch", interrupted)
+        getattr(engine, name)(*[dense.model] * (name == "update_weights"))
+    run(engine)
+    for request in requests:
+        assert request.finish_reason == "length"
+        assert_alone(request, dense)
+
+
+def test_an_interruption_hides_no_request_that_has_finished(
+    engine: Engine, dense: Dense, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, told = engine.submit([1, 2, 3], greedy(3)), []
+    while not any(running.flying for running in engine._scheduler.running):
+        engine.step()
+    engine.update_weights(dense.model)
+    assert first.finished  # and no step has said so
+    last = engine.submit([5, 6, 7], greedy(5))
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._device, "dispatch", interrupted)
+        engine.step()
+    while not engine.idle:
+        told += engine.step()
+    assert {first, last} <= {*told}
+
+
+@pytest.mark.parametrize("name", ["step", "generate", "score", "update_weights", "warm_up"])
+def test_a_callback_that_steps_ends_its_request_alone(name: str, engine: Engine, dense: Dense) -> None:
+    given = {"generate": ([[1, 2]], greedy(3)), "score": ([[1, 2]], [[3]]), "update_weights": (dense.model,)}
+
+    def step(request: Request, update: Update) -> None:
+        del request, update
+        getattr(engine, name)(*given.get(name, ()))
+
+    failed, other = engine.submit(PROMPTS[0], greedy(), on_update=step), engine.submit(PROMPTS[2], greedy())
+    run(engine)
+    assert failed.finish_reason == "error"
+    with pytest.raises(RuntimeError, match="engine: expected nobody to step"):
+        raise failed.error or AssertionError
+    assert other.finish_reason == "length"
+    assert_alone(other, dense)
+
+
+def test_a_callback_may_submit_fork_and_pin(engine: Engine, dense: Dense) -> None:
+    made: list[Request] = []
+
+    def more(request: Request, update: Update) -> None:
+        del update
+        if not made:
+            made.extend([engine.submit(PROMPTS[1], greedy(7)), engine.fork(request, greedy(25)), engine.pin(DOCUMENT)])
+
+    first = engine.submit(PROMPTS[0], greedy(), on_update=more)
+    run(engine)
+    for request in (first, *made[:2]):
+        assert request.finish_reason == "length"
+        assert_alone(request, dense)
+    engine.unpin(made[2])
+
+
+def test_a_pin_that_gives_way_while_it_is_in_flight_comes_again(engine: Engine, dense: Dense) -> None:
+    other = engine.submit(PROMPTS[0], greedy())
+    pin = engine.pin([*range(20), 3])
+    while not any(running.request is pin and running.flying for running in engine._scheduler.running):
+        engine.step()
+    assert engine._scheduler.running[-1].request is pin
+    engine._scheduler._give_way(engine._scheduler.running[-1])  # as when pages run short
+    run(engine)
+    assert pin.finish_reason == "length"
+    assert_alone(other, dense)
+    assert engine._scheduler.cache.match([*range(20), 3]).length == 21
+    engine.unpin(pin)
+
+
 # --- Steady state ------------------------------------------------------------------------------------------------
 
 
