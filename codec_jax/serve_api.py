@@ -23,6 +23,7 @@ from codec_jax.nnx.checkpoint import Checkpoint
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request, Update
+from codec_jax.nnx.text import AddedText, added_text
 
 #: Answers that one body may ask for.
 MAX_SAMPLES, MAX_ANSWERS = 128, 2048
@@ -297,31 +298,32 @@ class Answer:
         request = self._requests[number]
         chosen, tops, offsets = [], [], []
         for at in tokens:
-            before, likely = request.tokens[max(at - 1, 0) : at], request.top_logprobs[at : at + 1] or [{}]
-            chosen.append((self._text(before, request.tokens[at]), request.logprobs[at]))
-            tops.append([(self._text(before, token), logprob) for token, logprob in likely[0].items()])
+            before, likely = request.tokens[:at], request.top_logprobs[at : at + 1] or [{}]
+            chosen.append((added_text(self._tokenizer, before, request.tokens[at]), request.logprobs[at]))
+            tops.append([
+                (added_text(self._tokenizer, before, token), logprob) for token, logprob in likely[0].items()
+            ])  # fmt: skip
             offsets.append(characters)
-            characters += len(chosen[-1][0])
+            characters += chosen[-1][0].characters
         pairs = list(zip(chosen, tops, strict=True))
         if self._call.chat:
             content = [{**_entry(*one), "top_logprobs": [_entry(*each) for each in top]} for one, top in pairs]
             return {"content": content, "refusal": None}, characters
         return {
-            "tokens": [text for text, _ in chosen],
+            "tokens": [added.text for added, _ in chosen],
             "token_logprobs": [_finite(logprob) for _, logprob in chosen],
-            "top_logprobs": [{text: _finite(logprob) for text, logprob in [*top, one]} for one, top in pairs],
+            "top_logprobs": [{added.text: _finite(logprob) for added, logprob in [*top, one]} for one, top in pairs],
             "text_offset": offsets,
         }, characters
 
-    def _text(self, before: list[int], token: int) -> str:
-        """Return what a token adds to the text of the one before it: spaces may depend on that."""
-        begin = len(self._tokenizer.decode(before, skip_special_tokens=False))
-        return self._tokenizer.decode([*before, token], skip_special_tokens=False)[begin:]
 
-
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    """Write a token of a chat; one that is a part of a character has no bytes of its own in UTF-8."""
-    return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+def _entry(added: AddedText, logprob: float) -> dict[str, Any]:
+    """Write a token of a chat, and its bytes, which may be a part of a character."""
+    return {
+        "token": added.text,
+        "logprob": _finite(logprob),
+        "bytes": None if added.bytes is None else [*added.bytes],
+    }
 
 
 def _finite(logprob: float) -> float:

@@ -326,8 +326,8 @@ class Engine:
         """Raise RuntimeError while a step is taken in: half of the requests do not have theirs yet."""
         if self._is_taking_in:
             raise RuntimeError(
-                "engine: expected nobody to step, generate, stream, score, warm_up or update_weights in a callback, got "
-                "a call from one; submit, fork, pin and abort there, and step when this step has returned"
+                "engine: expected nobody to step, generate, stream, score, warm_up or update_weights in a callback, "
+                "got a call from one; submit, fork, pin and abort there, and step when this step has returned"
             )
 
     def _restart(self) -> None:

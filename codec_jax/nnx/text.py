@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -24,6 +25,12 @@ _CONTEXT = 4
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: Stands for bytes that are no character, or not yet.
 _NO_CHARACTER = "\ufffd"
+
+
+#: The characters by which vocabularies in the manner of GPT-2 write bytes, and these.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 class TextStream:
@@ -148,6 +155,58 @@ class TextStream:
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+class AddedText(NamedTuple):
+    """What a token adds to those before it."""
+
+    text: str
+    characters: int  # that are whole with it, and were not before
+    bytes: bytes | None  # those of the token alone; None where it has a part of a character, and does not say which
+
+
+def added_text(tokenizer: Tokenizer, before: Sequence[int], token: int) -> AddedText:
+    r"""Say what a token adds to the text of those before it, special tokens included.
+
+    Args:
+      tokenizer: as `Checkpoint.tokenizer`.
+      before: the tokens before it.
+      token: its id.
+
+    Returns "\ufffd" as the text of a token that begins a character, and the character as that of the one that ends it.
+
+    >>> from tokenizers import Tokenizer, decoders, models
+    >>> tokenizer = Tokenizer(models.BPE({"Ã": 0, "©": 1}, []))
+    >>> tokenizer.decoder = decoders.ByteLevel()
+    >>> added_text(tokenizer, [0], 1)
+    AddedText(text='é', characters=1, bytes=b'\xa9')
+    """
+    begin = max(len(before) - 2 * _CONTEXT, 0)
+    while begin and 0x80 <= _byte_of(tokenizer, before[begin]) < 0xC0:  # in the middle of a character
+        begin -= 1
+    context = [*before[begin:]]
+    known = tokenizer.decode(context, skip_special_tokens=False)
+    is_whole = not known.endswith(_NO_CHARACTER)
+    if not is_whole:  # a run of bytes is no character at all while the last one is not whole
+        ends = range(len(context), max(len(context) - _CONTEXT, -1), -1)
+        each = (tokenizer.decode(context[:end], skip_special_tokens=False) for end in ends)
+        known = max((decoded.rstrip(_NO_CHARACTER) for decoded in each), key=len)
+    text = tokenizer.decode([*context, token], skip_special_tokens=False)[len(known) :]
+    whole = text.rstrip(_NO_CHARACTER)
+    if whole == text and is_whole:
+        return AddedText(text, len(text), text.encode())
+    name, byte = tokenizer.id_to_token(token) or "", _byte_of(tokenizer, token)
+    if byte >= 0:
+        of_name = bytes([byte])
+    else:
+        of_name = bytes(_BYTE_OF[character] for character in name) if _BYTE_OF.keys() >= {*name} else None
+    return AddedText(whole or _NO_CHARACTER, len(whole), of_name)
+
+
+def _byte_of(tokenizer: Tokenizer, token: int) -> int:
+    """Return the byte of a token of one in the manner of SentencePiece, -1 for others."""
+    byte = _BYTE.fullmatch(tokenizer.id_to_token(token) or "")
+    return int(byte[1], 16) if byte else -1
 
 
 def _whole(text: str) -> str:

@@ -505,9 +505,10 @@ def test_an_interruption_of_what_lands_a_step_costs_only_time(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(engine_module, "fetch", interrupted)
-        getattr(engine, name)(*[dense.model] * (name == "update_weights"))
+        with pytest.raises(KeyboardInterrupt):
+            getattr(engine, name)(*[dense.model] * (name == "update_weights"))
     run(engine)
     for request in requests:
         assert request.finish_reason == "length"
@@ -527,9 +528,10 @@ def test_an_interruption_hides_no_request_that_has_finished(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(engine._device, "dispatch", interrupted)
-        engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
     while not engine.idle:
         told += engine.step()
     assert {first, last} <= {*told}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from codec_jax.nnx.text import TextStream
+from codec_jax.nnx.text import TextStream, added_text
 
 CORPUS = [
     "the cat and the hat",
@@ -146,6 +146,33 @@ def test_text_comes_as_soon_as_it_is_certain(name: str, text: str, stop: list[st
             certain = tokenizer.decode(tokens[:count]).removesuffix(NO_CHARACTER)
             held = [n for one in stop for n in range(1, len(one)) if certain.endswith(one[:n])]
             assert stream.text == certain[: len(certain) - max(held, default=0)]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=TEXTS.filter(lambda text: NO_CHARACTER not in text))
+def test_what_tokens_add_is_the_text_and_its_bytes(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    whole, characters, written = tokenizer.decode(tokens, skip_special_tokens=False), 0, b""
+    for i, token in enumerate(tokens):
+        added = added_text(tokenizer, tokens[:i], token)
+        assert whole[characters:].startswith(added.text.rstrip(NO_CHARACTER))
+        assert len(added.text.rstrip(NO_CHARACTER)) == added.characters
+        characters += added.characters
+        written += added.bytes or b""
+    assert characters == len(whole)
+    assert written == whole.encode()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_tokens_in_any_order_add_something(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    often = [tokenizer.token_to_id(token) for token in OFTEN if tokenizer.token_to_id(token) is not None]
+    any_token = st.integers(0, tokenizer.get_vocab_size() + 1)
+    tokens = data.draw(st.lists(st.sampled_from(often) | any_token, max_size=40))
+    for i, token in enumerate(tokens):
+        assert added_text(tokenizer, tokens[:i], token).characters >= 0
 
 
 def test_a_stop_string_of_bytes_ends_the_text_at_once() -> None:
