@@ -12,7 +12,10 @@ from codec_jax.arrays import Integers
 
 def int_array(name: str, value: Integers) -> Int[np.ndarray, " n"]:
     """Return `value` as a vector of integers of any width, or raise ValueError if it is none."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"{name}: expected a list of integers, got {value!r:.80}") from None
     if array.ndim != 1 or not (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"{name}: expected a list of integers, got {array.dtype} of shape {array.shape}")
     return array

@@ -88,6 +88,7 @@ class Window:
         whole = isinstance(self.tokens, int | np.integer) and not isinstance(self.tokens, bool)
         if not whole or not 0 < self.tokens < 2**30:
             raise ValueError(f"window: expected a positive number of tokens, below 2**30, got {self.tokens!r}")
+        object.__setattr__(self, "tokens", int(self.tokens))  # those of NumPy take others' arithmetic to floats
 
     def first_position(self, position: Any) -> Any:
         """Return the first position that a query token sees; it may be negative. Jittable.

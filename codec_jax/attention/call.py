@@ -187,8 +187,10 @@ def forest_attention(
         guard = replace(guard, structure_hash=structure_hash)
     # Long pages are seen as several short ones.
     beside = (None, None) if quantisation is None else quantisation[:2]
+    short = plan.arrays.page_tokens
     keys, value_pages, *beside = jax.tree.map(
-        lambda pages: pages.reshape(-1, plan.arrays.page_tokens, *pages.shape[2:]), (keys, value_pages, *beside)
+        lambda pages: pages.reshape(pages.shape[0] * pages.shape[1] // short, short, *pages.shape[2:]),
+        (keys, value_pages, *beside),
     )
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions

@@ -140,7 +140,11 @@ class DraftTrees:
         on_host = forest.is_host and not any(isinstance(x, jax.core.Tracer) for x in (path, count, self.parent))
         xp = np if on_host else jnp
         path, count, parent = map(xp.asarray, (path, count, self.parent))
-        path = to_int32(path, 0) if path.dtype.kind == "u" else path  # the parent of a root is -1
+        for name, given in (("path", path), ("count", count)):
+            if given.dtype.kind not in "iu":
+                raise ValueError(f"{name}: expected integers, got {given.dtype}")
+        # The parent of a root is -1, and so is the count of a path that is none; places may be more than 8 bits hold.
+        path, count = (to_int32(given, -(2**31)) for given in (path, count))
         (batch, tokens), shape = self.depth.shape, path.shape
         if len(shape) != 2 or shape[0] != batch or shape[1] > tokens:
             raise ValueError(f"path: expected [B, A] with B = {batch} and A of at most T = {tokens}, got shape {shape}")

@@ -112,6 +112,8 @@ def new_homes(tree: Tree, added: Int[np.ndarray, " nodes"], pool: PagePool) -> I
 
 def spread(tree: Tree, pool: PagePool) -> tuple[Tree, PagePool]:
     """Give every node other pages, of a pool that does not know it, in place of those that it was laid out in."""
+    if (tree.page_ids == GONE).any():
+        raise ValueError("forest: expected one that no page was given back of, got one after forget; spread it before")
     if len(np.unique(tree.page_ids)) < len(tree.page_ids):
         raise ValueError(
             "forest: expected one in which each page belongs to one node, got one with pages that several nodes own, "

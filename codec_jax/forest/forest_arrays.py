@@ -181,6 +181,8 @@ class ForestArrays:
         >>> Forest.from_nodes([-1, 0, 0], [1000, 20, 5], [1, 2]).path(1)
         [0, 2]
         """
+        if isinstance(request, bool) or not isinstance(request, int | np.integer):
+            raise ValueError(f"request: expected a slot, an integer, got {request!r}")
         if not 0 <= request < self.request_capacity:
             raise ValueError(f"request: expected a slot in [0, {self.request_capacity}), got {request}")
         return path_to(self.parent, int(self.leaf[request]))
@@ -207,6 +209,7 @@ class ForestArrays:
         Args:
           request: the request slot.
 
+        Returns negative numbers for tokens whose pages `forget` gave back: whoever reads K and V leaves them out.
         Raises ValueError for what is no request slot.
 
         >>> Forest.from_nodes([-1, 0], [2, 3], [1]).context_slots(0).tolist()

@@ -129,8 +129,8 @@ class KVPages:
           dtype: of K and V; they are rounded to it when they are written. Of one byte a number: float8_e4m3fn.
           quantisation: for one byte a number; scales of 1 by default.
 
-        Raises ValueError for a dtype of one byte that cannot be written, for a quantisation without one, and for scales
-        of other pages.
+        Raises ValueError for a dtype that is no float, or of one byte and cannot be written, for a quantisation without
+        one, and for scales of other heads or pages.
 
         >>> KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64).key.shape
         (4, 16, 2, 64)
@@ -141,11 +141,14 @@ class KVPages:
         if dtype.itemsize == 1:
             _check_writable(dtype)
             quantisation = Quantisation.of(num_kv_heads) if quantisation is None else quantisation
+            sizes = {"K": num_kv_heads}
             if quantisation.is_by_token:
                 sizes = {"num_pages": num_pages, "K": num_kv_heads, "page_size": page_size}
-                checks.shape("quantisation.key_scale", quantisation.key_scale, **sizes)
+            checks.shape("quantisation.key_scale", quantisation.key_scale, **sizes)
         elif quantisation is not None:
             raise ValueError(f"quantisation: expected None for pages of {dtype}; it is for one byte a number")
+        else:
+            checks.float_dtype("dtype", dtype)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), quantisation)
 
     def write(self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> KVPages:

@@ -143,12 +143,14 @@ class PrefixNodes:
         Args:
           chunk_tokens: tokens of a chunk.
 
+        Raises ValueError for a chunk without tokens.
+
         >>> cache, _ = PrefixCache.create(64, 16, 4).add([range(100), range(100), [*range(48), 7]])
         >>> cache.chunks_missing(32), cache.mark_computed(0, 48).chunks_missing(32)
         (5, 3)
         """
         missing = self.tree.length - self._computed_of_nodes
-        return int((-(-missing // chunk_tokens)).sum())
+        return int((-(-missing // checks.integer("chunk_tokens", chunk_tokens))).sum())
 
     def node_ends(self, request: int) -> Int[np.ndarray, " nodes"]:
         """Return where the nodes of a request's context end, root first: positions of the tokens that follow.

@@ -99,7 +99,10 @@ def shared_tokens(token_lists: Sequence[Integers], page_size: int, *, whole_page
         symbols = tokens if as_lists else checks.int_array(name, tokens)
         if not len(symbols):
             raise ValueError(f"{name}: expected at least one token, none negative, got an empty list")
-        known, end = len(tree.runs), tree.insert(symbols)
+        try:
+            known, end = len(tree.runs), tree.insert(symbols)
+        except TypeError:  # what cannot be a key
+            raise ValueError(f"{name}: expected integers, got {symbols!r:.80}") from None
         # Tokens that earlier lists have were looked at there.
         if end >= known and (smallest := checks.int_vector(name, tree.runs[end]).min()) < 0:
             raise ValueError(f"{name}: expected at least one token, none negative, got token {smallest}")

@@ -74,4 +74,4 @@ def _scales_at(scales: Float[Array, "num_pages K page_size"], slots: Int[Array, 
 
 
 def _tokens(pages: Float[Array, "num_pages page_size K H"]) -> Float[Array, "slots K H"]:
-    return pages.reshape(-1, *pages.shape[2:])
+    return pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])  # not -1: there may be no numbers at all

@@ -52,7 +52,7 @@ class WindowPages:
           capacity: pages that the layers with windows have.
           windows: of these layers, one or more.
 
-        Raises ValueError for numbers that are not positive, or no window.
+        Raises ValueError for numbers that are not positive, or no window, TypeError for what is no window.
 
         >>> from codec_jax.forest import WindowPages
         >>> WindowPages.create(num_pages=8, capacity=4, windows=[Window(100)]).first_positions([30, 150]).tolist()
@@ -60,6 +60,8 @@ class WindowPages:
         """
         if not windows:
             raise ValueError("windows: expected those of the layers, got none; without windows all pages are kept")
+        for i, window in enumerate(windows):
+            checks.instance(f"windows[{i}]", window, Window)
         of_pages = np.full(checks.integer("num_pages", num_pages), _NONE, np.int32)
         of_places = np.full(checks.integer("capacity", capacity), _NONE, np.int64)
         return cls(tuple(windows), of_pages, of_places, of_places, 0)
@@ -92,9 +94,10 @@ class WindowPages:
           pages: that somebody sees in the next step.
           pinned: pages of the pool that go last of those that nobody sees.
 
-        Raises OutOfPagesError if there are more pages than places.
+        Raises OutOfPagesError if there are more pages than places, ValueError for pages that the pool does not have.
         """
-        pages = np.unique(pages)
+        pages = np.unique(checks.int_vector("pages", pages))
+        checks.each("pages", pages, (pages >= 0) & (pages < len(self.place)), f"pages in [0, {len(self.place)})")
         if len(pages) > self.capacity:
             raise OutOfPagesError(
                 f"layers with windows have {self.capacity} pages, {len(pages)} are needed for what requests see; let "

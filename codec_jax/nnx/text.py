@@ -196,10 +196,11 @@ def added_text(tokenizer: Tokenizer, before: Sequence[int], token: int) -> Added
     if whole == text and is_whole:
         return AddedText(text, len(text), text.encode())
     name, byte = tokenizer.id_to_token(token) or "", _byte_of(tokenizer, token)
+    of_name = None
     if byte >= 0:
         of_name = bytes([byte])
-    else:
-        of_name = bytes(_BYTE_OF[character] for character in name) if _BYTE_OF.keys() >= {*name} else None
+    elif _BYTE_OF.keys() >= {*name}:
+        of_name = bytes(_BYTE_OF[character] for character in name)
     return AddedText(whole or _NO_CHARACTER, len(whole), of_name)
 
 

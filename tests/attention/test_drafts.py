@@ -319,6 +319,21 @@ def test_paths_may_be_unsigned() -> None:
         assert source.tolist() == [[3, 4, 5]]
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int8])
+def test_paths_and_counts_may_be_narrow_and_what_cannot_be_accepted_spoils_the_forest_all_the_same(
+    dtype: type[np.integer],
+) -> None:
+    forest, _ = Forest.from_nodes([-1], [26], [0]).reserve(PagePool.create(40, np.arange(2)), 300)
+    plan = make_plan(forest, num_q_heads=1, num_kv_heads=1, head_dim=8, steps=300)
+    trees = DraftTrees.from_parents(np.asarray([[-1, -1, 0, 0]]))
+    accept = jax.jit(lambda path, count: trees.accept(forest, path, count)[0])
+    assert not bool(plan.is_valid_for(accept(jnp.array([[3, 0]]), jnp.array([2], dtype))))
+    assert accept(jnp.array([[0, 2]], dtype), jnp.array([2], dtype)).request_length.tolist() == [28]
+    many = DraftTrees.from_parents(np.full((1, 200), -1))
+    after = jax.jit(lambda path: many.accept(forest, path, np.array([1]))[0])(jnp.array([[5]], dtype))
+    assert after.request_length.tolist() == [27]
+
+
 def test_positions_are_depths_below_the_context() -> None:
     forest = Forest.from_nodes([-1, 0, 0], [9, 5, 4], [2, 1], request_capacity=3)
     drafts = DraftTrees.from_parents(np.asarray([[-1, 0, 1, 0], [-1, -1, 0, 1], [-1, -1, -1, -1]]))

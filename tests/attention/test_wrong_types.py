@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from codec_jax import DraftTrees, Forest, KVPages, PagePool, make_plan, replan, show
+from codec_jax import DraftTrees, Forest, KVPages, PagePool, PrefixCache, Window, make_plan, replan, show
 from codec_jax.attention import forest_attention
+from codec_jax.forest import Quantisation, WindowPages
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 FOREST = Forest.from_nodes([-1, 0, 0], [30, 2, 3], [1, 2])
@@ -19,6 +20,7 @@ PLAN = make_plan(FOREST, **HEADS)
 QUERY, PAGES, ROWS = jnp.ones((2, 1, 4, 16)), jnp.ones((8, 16, 2, 16)), jnp.ones((1, 1, 2, 16))
 CACHE = KVPages(PAGES, PAGES)
 DRAFTS = DraftTrees.from_parents(np.full((2, 1), -1))
+PREFIXES, FLOAT8 = PrefixCache.create(64, 16, 4).add([range(100)])[0], jnp.float8_e4m3fn
 
 # The argument that is wrong, the call that takes it, and values that it must refuse.
 CALLS: list[tuple[str, Callable[[Any], Any], list[Any]]] = [
@@ -28,7 +30,8 @@ CALLS: list[tuple[str, Callable[[Any], Any], list[Any]]] = [
     ),
     ("parent", lambda x: Forest.from_nodes(x, [3], [0]), [None, "x", [0.5], [[0]]]),
     ("token_lists", Forest.from_sequences, [None, 5, []]),
-    ("token_lists[0]", lambda x: Forest.from_sequences([x]), [None, "abc", 5, [0.5]]),
+    ("token_lists[0]", lambda x: Forest.from_sequences([x]), [None, "abc", 5, [0.5], [1, [2]]]),
+    ("token_lists[1]", lambda x: Forest.from_sequences([[1, 2], x]), [[1, [3]], [1, {}]]),
     ("block_table", lambda x: Forest.from_block_table(x, [1], 16), [None, "x", [1], [[0.5]]]),
     ("context_lens", lambda x: Forest.from_block_table(np.zeros((1, 2), int), x, 16), [None, "x", [[1]]]),
     ("num_pages", PagePool.create, ["3", None, 0, 2.0]),
@@ -65,9 +68,17 @@ CALLS: list[tuple[str, Callable[[Any], Any], list[Any]]] = [
     ("key", lambda x: CACHE.write([[3]], x, ROWS), [[[1.0]], ROWS[0]]),
     ("target", lambda x: CACHE.move([[3]], x), [[[True]], [3]]),
     ("values", DRAFTS.sort, [[1, 2], 3]),
-    ("path", lambda x: DRAFTS.accept(FOREST, x, np.ones(2, int)), [[[0]], [0, 0]]),
+    ("path", lambda x: DRAFTS.accept(FOREST, x, np.ones(2, int)), [[[0]], [0, 0], np.zeros((2, 1))]),
     ("count", lambda x: DRAFTS.accept(FOREST, np.zeros((2, 1), int), x), [[1], 1]),
     ("parent", DraftTrees.from_parents, ["x", [0], [[0.5]]]),
+    ("request", FOREST.path, [None, 1.5, True, 2]),
+    ("query_tokens", lambda x: make_plan(FOREST, **HEADS, query_tokens=x), [2**30]),
+    ("dtype", lambda x: KVPages.zeros(8, 16, 2, 16, x), [jnp.int32, jnp.bool_]),
+    ("quantisation.key_scale", lambda x: KVPages.zeros(8, 16, 2, 16, FLOAT8, quantisation=x), [Quantisation.of(3)]),
+    ("windows[0]", lambda x: WindowPages.create(8, 4, [x]), [None, 5]),
+    ("pages", WindowPages.create(8, 4, [Window(9)]).keep, [[-1], [8], [0.5]]),
+    ("end", partial(PREFIXES.mark_computed, 0), [None, 50.5, True, 101]),
+    ("chunk_tokens", PREFIXES.chunks_missing, [None, 0, 1.5]),
 ]
 
 

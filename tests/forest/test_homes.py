@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_world import World
 
-from codec_jax import Forest, OutOfPagesError, PagePool
+from codec_jax import Forest, OutOfPagesError, PagePool, Window
 from codec_jax.forest import PrefixCache, Tree, edits
 from codec_jax.forest.homes import MIN_RUN_PAGES
 from codec_jax.nnx.scheduler import Scheduler
@@ -237,6 +237,11 @@ def test_a_pool_takes_pages_of_the_devices_that_are_named():
             "pages that several nodes own, where K and V may be there already; build it with from_nodes",
         ),
         (
+            lambda: Forest.from_nodes([-1], [40], [0]).forget(PagePool.create(8, range(3)), Window(20))[0].spread(8, 2),
+            ValueError,
+            "no page was given back of, got one after forget",
+        ),
+        (
             lambda: PagePool.create(4, devices=2).allocate_on(np.asarray([0, 1, 1, 1])),
             OutOfPagesError,
             "device 1 has 2 free pages, 3 are needed",
@@ -247,8 +252,11 @@ def test_a_pool_takes_pages_of_the_devices_that_are_named():
             "devices: expected devices in [0, 2), got devices[1] = 2",
         ),
     ],
-    ids=["create", "no devices", "cache", "spread", "small pool", "shared pages", "full device", "no device"],
-)
+    ids=[
+        "create", "no devices", "cache", "spread", "small pool", "shared pages", "forgotten", "full device",
+        "no device",
+    ],
+)  # fmt: skip
 def test_pools_and_forests_say_what_they_cannot_spread(make, error, message):
     with pytest.raises(error, match=re.escape(message)):
         make()

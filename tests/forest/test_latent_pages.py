@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from codec_jax import LatentPages
+from codec_jax import Forest, LatentPages, make_plan
+from codec_jax.attention import forest_attention
 from codec_jax.forest import NO_SLOT
 
 LATENT, ROPE = 256, 6
@@ -51,6 +52,21 @@ def test_tokens_move_with_their_scales_and_rotated_keys() -> None:
     before, after = (np.asarray(each.rows(np.arange(4))).reshape(-1, SIZE) for each in (pages, moved))
     np.testing.assert_array_equal(after[[20, 1, 9]], before[[9, 20, 9]])
     assert np.count_nonzero(after.any(axis=1)) == 3
+
+
+def test_latents_of_one_byte_may_have_no_rotated_keys() -> None:
+    forest, heads = Forest.from_nodes([-1], [9], [0]), {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 128}
+    plan = make_plan(forest, **heads, value_head_dim=128, num_ctas=1)
+    rng = np.random.default_rng(0)
+    rows, query = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 9, 1, 128), (1, 1, 2, 128)))
+    pages = LatentPages.zeros(3, 16, 128, jnp.float8_e4m3fn, rope=0).write(np.arange(16, 25)[None], rows)
+    pages = pages.move(np.arange(16, 25)[None], np.arange(9)[None])
+    held = np.asarray(pages.rows(np.arange(1)), np.float64).reshape(16, 128)[:9]
+    np.testing.assert_allclose(held, rows[0, :, 0], atol=0.2)
+    weights = np.exp(held @ query[0, 0].T.astype(np.float64) * 128**-0.5)
+    want = (weights / weights.sum(0)).T @ held
+    out = forest_attention(jnp.asarray(query), pages, None, forest, plan, implementation="xla")
+    np.testing.assert_allclose(out[0, 0], want, atol=0.02)
 
 
 def test_what_cannot_be_is_refused() -> None:

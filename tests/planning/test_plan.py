@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 from costs import cost_model
@@ -166,6 +167,18 @@ def test_pages_that_no_query_of_a_stream_may_see_yet_are_left_out(lanes):
     assert last_tiles == ([1, 3, 5, 7] if lanes == 2 else list(range(8)))
     assert [segment.end - segment.begin for segment in used_segments(plan)] == [min(tile + 2, 8) for tile in last_tiles]
     assert_computes_everything_once(plan, case, forest)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint64])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_windows_of_any_integer_are_alike(dtype: type[np.integer], chunked: bool) -> None:
+    forest, window = Forest.from_nodes([-1], [100], [0]), Window(dtype(30), chunked=chunked)
+    assert repr(window) == repr(Window(30, chunked=chunked))
+    plans = [
+        make_plan(forest, num_q_heads=4, num_kv_heads=2, head_dim=8, window=each)
+        for each in (window, Window(30, chunked))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *(plan.arrays for plan in plans))
 
 
 @pytest.mark.parametrize("window", [1024, Window(1024, chunked=True)], ids=str)
