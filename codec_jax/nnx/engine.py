@@ -305,8 +305,9 @@ class Engine:
     def _taking_in(self) -> Iterator[None]:
         """Take in the step in flight; after an error that is not a request's forget all that was computed."""
         self._refuse_in_callbacks()
-        flight, news, self._is_taking_in = self._flight, self._news, True
+        flight, news = self._flight, self._news
         try:
+            self._is_taking_in = True
             yield
         except BaseException:
             inside = [] if flight is None else [*flight.step.drawing, *flight.step.finishing]

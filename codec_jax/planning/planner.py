@@ -124,10 +124,8 @@ def make_plan(
         raise ValueError(
             f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, at most {MAX_ROWS}, got {num_q_heads}"
         )
-    steps, query_tokens = (
-        checks.integer("steps", steps, below=2**62),
-        checks.integer("query_tokens", query_tokens, below=2**20),
-    )
+    steps = checks.integer("steps", steps, below=2**62)
+    query_tokens = checks.integer("query_tokens", query_tokens, below=2**20)  # times heads it is counted in int32
     segment_capacity = checks.integer("segment_capacity", segment_capacity, 0)
     window = window if isinstance(window, Window | None) else Window(window)
     if homes is not None:
