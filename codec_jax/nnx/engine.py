@@ -306,19 +306,20 @@ class Engine:
         """Take in the step in flight; after an error that is not a request's forget all that was computed."""
         self._refuse_in_callbacks()
         flight, news = self._flight, self._news
+        inside = [] if flight is None else [*flight.step.drawing, *flight.step.finishing]
+        going = [running.request for running in inside if not running.request.finished]
         try:
             self._is_taking_in = True
             yield
         except BaseException:
-            inside = [] if flight is None else [*flight.step.drawing, *flight.step.finishing]
-            ended = [running.request for running in inside if running.request.finished]
-            self._news = list(dict.fromkeys([*news, *ended]))
+            self._news = list(dict.fromkeys([*news, *(request for request in going if request.finished)]))
             self._flight = None
             self._device.restart()
             self._restart()
             for request in self._scheduler.queue:  # a landing may have come to any of them halfway
                 with failing_alone(request):
                     begin(request, self.tokenizer)
+            self._news += [request for request in self._scheduler.queue if request.finished]
             raise
         finally:
             self._is_taking_in = False
@@ -337,7 +338,8 @@ class Engine:
         for request, pages in self._pins.items():
             if pages is not None:
                 self._pins[request] = request.finish_reason = None
-                self._scheduler.queue.appendleft(request)
+                if request not in self._scheduler.queue:  # it is there if it was interrupted as it finished
+                    self._scheduler.queue.appendleft(request)
 
     # ------------------------------------------------------------------ on the way in
 

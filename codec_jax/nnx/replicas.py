@@ -164,7 +164,10 @@ class Replicas:
         """Make a step of each engine: return the requests of which something is new.
 
         An error or an interruption in one of them is one of its `Engine.step`, and leaves the others as they are.
+
+        Raises RuntimeError in a callback of any of them.
         """
+        self._refuse_in_callbacks()
         for replica, engine in enumerate(self._engines):
             try:
                 news = engine.step()
@@ -183,17 +186,34 @@ class Replicas:
         Args:
           model: a decoder of the same config.
 
-        Raises ValueError for another config, or weights of other shapes or dtypes.
+        Raises ValueError for another config, or weights of other shapes or dtypes, RuntimeError in a callback. An
+        interruption of one replica is raised when the others have the weights, too.
         """
         checks.instance("model", model, Decoder)  # one that is placed is that of one replica
+        self._refuse_in_callbacks()
+        errors: list[BaseException] = []
         for replica, engine in enumerate(self._engines):
-            engine.update_weights(model)
+            try:
+                engine.update_weights(model)
+            except BaseException as error:
+                errors.append(error)
             self._count_anew(replica)
+        if errors:
+            raise errors[0]
 
     def warm_up(self) -> None:
-        """Compile what steps run, so that the first requests do not wait for it."""
+        """Compile what steps run, so that the first requests do not wait for it.
+
+        Raises RuntimeError in a callback.
+        """
+        self._refuse_in_callbacks()
         for engine in self._engines:
             engine.warm_up()
+
+    def _refuse_in_callbacks(self) -> None:
+        """Raise RuntimeError while any of them takes in a step, before others have done anything."""
+        for engine in self._engines:
+            engine._refuse_in_callbacks()
 
     # ------------------------------------------------------------------ who has what
 

@@ -537,6 +537,54 @@ def test_an_interruption_hides_no_request_that_has_finished(
     assert {first, last} <= {*told}
 
 
+def test_an_interruption_tells_nobody_twice_and_of_all_that_fail_to_begin_again(
+    engine: Engine, dense: Dense, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = dense.greedy(PROMPTS[0], 20)
+    stop = next(token for at, token in enumerate(text) if at >= 6 and token not in text[:at])
+    ended, told = engine.submit(PROMPTS[0], greedy(stop_tokens=[stop])), []
+    while not ended.finished:
+        told += engine.step()
+    assert told.count(ended) >= 1
+    assert any(running.request is ended for running in engine._flight.step.drawing)
+    waiting = engine.submit(PROMPTS[1], greedy())
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def failing(request: Request, tokenizer: Any) -> None:
+        del tokenizer
+        if request is waiting:
+            raise ValueError("no text")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._device, "dispatch", interrupted)
+        patch.setattr(engine_module, "begin", failing)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    news = engine.step()
+    assert ended not in news
+    assert waiting in news
+    assert waiting.finish_reason == "error"
+    run(engine)
+
+
+def test_a_pin_that_is_interrupted_as_it_finishes_waits_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = engine.pin(DOCUMENT)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+    assert list(engine._scheduler.queue) == [pin]
+    run(engine)
+    assert pin.finish_reason == "length"
+    engine.unpin(pin)
+
+
 @pytest.mark.parametrize("name", ["step", "generate", "score", "update_weights", "warm_up"])
 def test_a_callback_that_steps_ends_its_request_alone(name: str, engine: Engine, dense: Dense) -> None:
     given = {"generate": ([[1, 2]], greedy(3)), "score": ([[1, 2]], [[3]]), "update_weights": (dense.model,)}

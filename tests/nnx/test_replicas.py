@@ -200,15 +200,61 @@ def test_an_interruption_in_one_leaves_the_others_as_they_are(
     assert other.stats.computed_tokens - computed <= 5  # nothing was computed again
 
 
-def test_new_weights_are_used_in_every_replica(replicas: Replicas, setup: Setup) -> None:
+@pytest.fixture(scope="module")
+def other(setup: Setup) -> Dense:
+    """The same decoder with other weights."""
     graph, weights = nnx.split(setup.dense.model)
-    other = Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+    return Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+
+
+def test_new_weights_are_used_in_every_replica(replicas: Replicas, setup: Setup, other: Dense) -> None:
     replicas.update_weights(other.model)
     for request in replicas.generate(ASKED, greedy(4)):
         assert_alone(request, other)
     replicas.update_weights(setup.dense.model)
     with pytest.raises(TypeError, match="model: expected a Decoder, got PlacedDecoder"):
         replicas.update_weights(PlacedDecoder.of(other.model, MESHES[0]))
+
+
+def test_weights_are_new_in_every_replica_though_one_was_interrupted(replicas: Replicas, other: Dense) -> None:
+    armed = []
+
+    def interrupt(request: Request, update: Any) -> None:
+        del request, update
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    request = replicas.submit(LONG[:30], greedy(), on_update=interrupt)
+    while not request.tokens:
+        replicas.step()
+    armed.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        replicas.update_weights(other.model)
+    run(replicas)
+    for engine in replicas._engines:
+        [asked] = engine.generate([LONG[:50]], greedy(12))
+        assert_alone(asked, other)
+    assert request.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["step", "update_weights", "warm_up"])
+def test_replicas_refuse_to_step_in_a_callback_of_any_of_them(
+    name: str, replicas: Replicas, other: Dense, dense: Dense
+) -> None:
+    requests = [replicas.submit([*document, 7], greedy()) for document in DOCUMENTS]
+    last = next(request for request in requests if home(replicas, request) == 1)
+    given = [other.model] if name == "update_weights" else []
+    last.on_update = lambda *_: getattr(replicas, name)(*given)
+    run(replicas)
+    assert isinstance(last.error, RuntimeError)
+    for request in requests:
+        if request is not last:
+            assert request.finish_reason == "length"
+            assert_alone(request, dense)
+    for engine in replicas._engines:
+        [asked] = engine.generate([LONG[:50]], greedy(12))
+        assert_alone(asked, dense)
 
 
 def test_searches_and_tasks_take_replicas(replicas: Replicas, alone: Engine, dense: Dense) -> None:
