@@ -175,6 +175,7 @@ def added_text(tokenizer: Tokenizer, before: Sequence[int], token: int) -> Added
 
     Returns "\ufffd" as the text of a token that begins a character, and the character as that of the one that ends it.
 
+    >>> from codec_jax.nnx.text import added_text
     >>> from tokenizers import Tokenizer, decoders, models
     >>> tokenizer = Tokenizer(models.BPE({"Ã": 0, "©": 1}, []))
     >>> tokenizer.decoder = decoders.ByteLevel()
