@@ -23,7 +23,7 @@ from codec_jax.nnx.checkpoint import Checkpoint
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request, Update
-from codec_jax.nnx.text import AddedText, added_text
+from codec_jax.nnx.text import AddedText, added_texts
 
 #: Answers that one body may ask for.
 MAX_SAMPLES, MAX_ANSWERS = 128, 2048
@@ -298,11 +298,10 @@ class Answer:
         request = self._requests[number]
         chosen, tops, offsets = [], [], []
         for at in tokens:
-            before, likely = request.tokens[:at], request.top_logprobs[at : at + 1] or [{}]
-            chosen.append((added_text(self._tokenizer, before, request.tokens[at]), request.logprobs[at]))
-            tops.append([
-                (added_text(self._tokenizer, before, token), logprob) for token, logprob in likely[0].items()
-            ])  # fmt: skip
+            [likely] = request.top_logprobs[at : at + 1] or [{}]
+            one, *others = added_texts(self._tokenizer, request.tokens, at, [request.tokens[at], *likely])
+            chosen.append((one, request.logprobs[at]))
+            tops.append(list(zip(others, likely.values(), strict=True)))
             offsets.append(characters)
             characters += chosen[-1][0].characters
         pairs = list(zip(chosen, tops, strict=True))

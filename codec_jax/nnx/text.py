@@ -1,7 +1,8 @@
 """The text of generated tokens, as they come: whole characters only, and none of a stop string.
 
-    push     tokens -> the text that no later token changes
-    finish   the rest: half a character, or what might have become a stop string
+    push          tokens -> the text that no later token changes
+    finish        the rest: half a character, or what might have become a stop string
+    added_texts   what single tokens add: those that came, and those that might have
 
 A token is decoded together with the few before it, so text costs the same however long it is. `DecodeStream` of the
 tokenizers library does so too, but raises an error for bytes that are no text, which a model may well generate.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -25,8 +26,6 @@ _CONTEXT = 4
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: Stands for bytes that are no character, or not yet.
 _NO_CHARACTER = "\ufffd"
-
-
 #: The characters by which vocabularies in the manner of GPT-2 write bytes, and these.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -117,8 +116,8 @@ class TextStream:
         if name is None or token in self._special:
             return
         self._run.append(token)
-        byte = _BYTE.fullmatch(name)
-        if byte and not self._seems_to_stop(int(byte[1], 16)):
+        byte = _byte_of(name)
+        if byte is not None and not self._seems_to_stop(byte):
             return
         tokens = [*self._context, *self._run]
         new = _whole(self._decode(tokens))[self._read :]
@@ -126,7 +125,7 @@ class TextStream:
         if found := [at for one in self._stop if (at := text.find(one)) >= 0]:
             self.stopped = True
             self._returned.append(text[: min(found)])
-        elif not byte:
+        elif byte is None:
             certain = self._certain(text)
             self._returned.append(text[:certain])
             self._held = self._tail = text[certain:]
@@ -165,50 +164,59 @@ class AddedText(NamedTuple):
     bytes: bytes | None  # those of the token alone; None where it has a part of a character, and does not say which
 
 
-def added_text(tokenizer: Tokenizer, before: Sequence[int], token: int) -> AddedText:
-    r"""Say what a token adds to the text of those before it, special tokens included.
+def added_texts(tokenizer: Tokenizer, tokens: Sequence[int], at: int, choices: Iterable[int]) -> list[AddedText]:
+    r"""Say what each of some tokens adds to the text of those before it, special tokens included.
 
     Args:
       tokenizer: as `Checkpoint.tokenizer`.
-      before: the tokens before it.
-      token: its id.
+      tokens: of a text.
+      at: which of them the choices take the place of.
+      choices: token ids.
 
     Returns "\ufffd" as the text of a token that begins a character, and the character as that of the one that ends it.
 
-    >>> from codec_jax.nnx.text import added_text
+    >>> from codec_jax.nnx.text import added_texts
     >>> from tokenizers import Tokenizer, decoders, models
     >>> tokenizer = Tokenizer(models.BPE({"Ã": 0, "©": 1}, []))
     >>> tokenizer.decoder = decoders.ByteLevel()
-    >>> added_text(tokenizer, [0], 1)
-    AddedText(text='é', characters=1, bytes=b'\xa9')
+    >>> added_texts(tokenizer, [0, 1], 1, [1])
+    [AddedText(text='é', characters=1, bytes=b'\xa9')]
     """
-    begin = max(len(before) - 2 * _CONTEXT, 0)
-    while begin and 0x80 <= _byte_of(tokenizer, before[begin]) < 0xC0:  # in the middle of a character
-        begin -= 1
-    context = [*before[begin:]]
-    known = tokenizer.decode(context, skip_special_tokens=False)
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=False)
+
+    begin = max(at - 2 * _CONTEXT, 0)
+    while begin and (byte := _byte_of(tokenizer.id_to_token(tokens[begin]))) is not None and 0x80 <= byte < 0xC0:
+        begin -= 1  # in the middle of a character
+    context = [*tokens[begin:at]]
+    known = decode(context)
     is_whole = not known.endswith(_NO_CHARACTER)
     if not is_whole:  # a run of bytes is no character at all while the last one is not whole
         ends = range(len(context), max(len(context) - _CONTEXT, -1), -1)
-        each = (tokenizer.decode(context[:end], skip_special_tokens=False) for end in ends)
-        known = max((decoded.rstrip(_NO_CHARACTER) for decoded in each), key=len)
-    text = tokenizer.decode([*context, token], skip_special_tokens=False)[len(known) :]
-    whole = text.rstrip(_NO_CHARACTER)
-    if whole == text and is_whole:
-        return AddedText(text, len(text), text.encode())
-    name, byte = tokenizer.id_to_token(token) or "", _byte_of(tokenizer, token)
-    of_name = None
-    if byte >= 0:
-        of_name = bytes([byte])
-    elif _BYTE_OF.keys() >= {*name}:
-        of_name = bytes(_BYTE_OF[character] for character in name)
-    return AddedText(whole or _NO_CHARACTER, len(whole), of_name)
+        known = max((decode(context[:end]).rstrip(_NO_CHARACTER) for end in ends), key=len)
+
+    def added(token: int) -> AddedText:
+        text = decode([*context, token])[len(known) :]
+        whole = text.rstrip(_NO_CHARACTER)
+        if whole == text and is_whole:
+            return AddedText(text, len(text), text.encode())
+        return AddedText(whole or _NO_CHARACTER, len(whole), _bytes_of(tokenizer.id_to_token(token) or ""))
+
+    return [added(token) for token in choices]
 
 
-def _byte_of(tokenizer: Tokenizer, token: int) -> int:
-    """Return the byte of a token of one in the manner of SentencePiece, -1 for others."""
-    byte = _BYTE.fullmatch(tokenizer.id_to_token(token) or "")
-    return int(byte[1], 16) if byte else -1
+def _byte_of(name: str | None) -> int | None:
+    """Return the byte that a token in the manner of SentencePiece is, None for others."""
+    byte = _BYTE.fullmatch(name or "")
+    return int(byte[1], 16) if byte else None
+
+
+def _bytes_of(name: str) -> bytes | None:
+    """Return the bytes of a token that may be a part of a character, None where its name does not say."""
+    if (byte := _byte_of(name)) is not None:
+        return bytes([byte])
+    return bytes(_BYTE_OF[character] for character in name) if _BYTE_OF.keys() >= {*name} else None
 
 
 def _whole(text: str) -> str:

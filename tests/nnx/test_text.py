@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from codec_jax.nnx.text import TextStream, added_text
+from codec_jax.nnx.text import TextStream, added_texts
 
 CORPUS = [
     "the cat and the hat",
@@ -155,7 +155,7 @@ def test_what_tokens_add_is_the_text_and_its_bytes(name: str, text: str) -> None
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     whole, characters, written = tokenizer.decode(tokens, skip_special_tokens=False), 0, b""
     for i, token in enumerate(tokens):
-        added = added_text(tokenizer, tokens[:i], token)
+        [added] = added_texts(tokenizer, tokens, i, [token])
         assert whole[characters:].startswith(added.text.rstrip(NO_CHARACTER))
         assert len(added.text.rstrip(NO_CHARACTER)) == added.characters
         characters += added.characters
@@ -171,8 +171,8 @@ def test_tokens_in_any_order_add_something(name: str, data: st.DataObject) -> No
     often = [tokenizer.token_to_id(token) for token in OFTEN if tokenizer.token_to_id(token) is not None]
     any_token = st.integers(0, tokenizer.get_vocab_size() + 1)
     tokens = data.draw(st.lists(st.sampled_from(often) | any_token, max_size=40))
-    for i, token in enumerate(tokens):
-        assert added_text(tokenizer, tokens[:i], token).characters >= 0
+    for i in range(len(tokens)):
+        assert all(added.characters >= 0 for added in added_texts(tokenizer, tokens, i, tokens))
 
 
 def test_a_stop_string_of_bytes_ends_the_text_at_once() -> None:
