@@ -266,7 +266,7 @@ def cascade(tensors: Tensors, backend: str) -> Run:
     import flashinfer
     import torch
 
-    tensors.has_only("cascade", "softcap", *(["kv_dtype"] if backend == "fa2" else []))
+    tensors.has_only("cascade", *(("softcap", "kv_dtype") if backend == "fa2" else ("softcap",)))
     query, pages = tensors.query, tensors.pages
     levels = []
     for table in level_tables(tensors.forest):

@@ -1,7 +1,7 @@
 """Checks of arguments; each error names the argument, what was expected, and what came."""
 
 import contextlib
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +29,16 @@ def int_vector(name: str, value: Integers) -> Int[np.ndarray, " n"]:
     return array.astype(np.int64)
 
 
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number of Python or NumPy; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def integer(name: str, value: Any, minimum: int = 1, below: int = 2**31) -> int:
-    """Return an integer of at least `minimum`, below what int32 can hold, or raise ValueError; a bool is none."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if whole and minimum <= value < below:
+    """Return an integer of at least `minimum`, below what int32 can hold, or raise ValueError."""
+    if is_integer(value) and minimum <= value < below:
         return int(value)
-    limit = f" and below {below}" if whole and value >= below else ""
+    limit = f" and below {below}" if is_integer(value) and value >= below else ""
     raise ValueError(f"{name}: expected an integer of at least {minimum}{limit}, got {value!r}")
 
 
@@ -89,7 +93,7 @@ def instance(name: str, value: Any, kind: type) -> None:
 
 def page_size(value: Any) -> int:
     """Return a positive multiple of 8, or raise ValueError."""
-    if isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0 and value % 8 == 0:
+    if is_integer(value) and value > 0 and value % 8 == 0:
         return int(value)
     raise ValueError(f"page_size: expected a positive multiple of 8, got {value!r}")
 

@@ -181,9 +181,7 @@ class ForestArrays:
         >>> Forest.from_nodes([-1, 0, 0], [1000, 20, 5], [1, 2]).path(1)
         [0, 2]
         """
-        if isinstance(request, bool) or not isinstance(request, int | np.integer):
-            raise ValueError(f"request: expected a slot, an integer, got {request!r}")
-        if not 0 <= request < self.request_capacity:
+        if not (checks.is_integer(request) and 0 <= request < self.request_capacity):
             raise ValueError(f"request: expected a slot in [0, {self.request_capacity}), got {request}")
         return path_to(self.parent, int(self.leaf[request]))
 
@@ -198,7 +196,7 @@ class ForestArrays:
         >>> Forest.from_nodes([-1, 0, 0], [40, 20, 5], [1, 2]).pages_of(1).tolist()
         [3, 4]
         """
-        if not 0 <= node < self.node_capacity:
+        if not (checks.is_integer(node) and 0 <= node < self.node_capacity):
             raise ValueError(f"node: expected a node in [0, {self.node_capacity}), got {node}")
         offset = int(self.page_offset[node])
         return np.asarray(self.page_ids[offset : offset + int(self.page_count[node])])

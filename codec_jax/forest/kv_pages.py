@@ -141,9 +141,8 @@ class KVPages:
         if dtype.itemsize == 1:
             _check_writable(dtype)
             quantisation = Quantisation.of(num_kv_heads) if quantisation is None else quantisation
-            sizes = {"K": num_kv_heads}
-            if quantisation.is_by_token:
-                sizes = {"num_pages": num_pages, "K": num_kv_heads, "page_size": page_size}
+            of_tokens = {"num_pages": num_pages, "K": num_kv_heads, "page_size": page_size}
+            sizes = of_tokens if quantisation.is_by_token else {"K": num_kv_heads}
             checks.shape("quantisation.key_scale", quantisation.key_scale, **sizes)
         elif quantisation is not None:
             raise ValueError(f"quantisation: expected None for pages of {dtype}; it is for one byte a number")

@@ -176,8 +176,8 @@ class PrefixCache(PrefixNodes):
         64
         """
         pages, start, held = self._pages_of(request)
-        if isinstance(end, bool) or not isinstance(end, int | np.integer) or not 0 <= end <= held.sum():
-            raise ValueError(f"end: expected a position in [0, {held.sum()}], the request's context, got {end!r}")
+        if not (checks.is_integer(end) and 0 <= end <= held.sum()):
+            raise ValueError(f"end: expected a position in [0, {held.sum()}], the request's context, got {end}")
         computed = self.computed.copy()
         computed[pages] = np.maximum(computed[pages], np.clip(end - start, 0, held))
         return replace(self, computed=computed)

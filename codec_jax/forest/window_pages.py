@@ -96,7 +96,7 @@ class WindowPages:
 
         Raises OutOfPagesError if there are more pages than places, ValueError for pages that the pool does not have.
         """
-        pages = np.unique(checks.int_vector("pages", pages))
+        pages = checks.int_vector("pages", np.unique(pages))
         checks.each("pages", pages, (pages >= 0) & (pages < len(self.place)), f"pages in [0, {len(self.place)})")
         if len(pages) > self.capacity:
             raise OutOfPagesError(

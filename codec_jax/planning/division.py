@@ -15,6 +15,7 @@ import heapq
 import numpy as np
 from jaxtyping import Int
 
+from codec_jax import checks
 from codec_jax.arrays import expand
 from codec_jax.planning.cost import Estimate
 from codec_jax.planning.even_runs import even_runs
@@ -37,7 +38,7 @@ def divide(work: Work, estimate: Estimate, policy: Policy) -> Schedule:
     if policy == "paper":
         return _paper(work, estimate)
     slices = 1 if policy == INVARIANT else policy
-    if isinstance(slices, int | np.integer) and not isinstance(slices, bool) and slices > 0:
+    if checks.is_integer(slices) and slices > 0:
         return _longest_first(_Slices.equal(work, estimate, np.full(len(work.wide), slices)))
     raise ValueError(f"policy: expected 'aligned', 'paper', 'invariant' or a positive number of slices, got {policy!r}")
 
