@@ -11,6 +11,8 @@ _VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 _BEFORE_0_11, _BEFORE_0_12 = _VERSION < (0, 11), _VERSION < (0, 12)
 #: Whether wgmma takes both kinds of 8 bits at once.
 MIXES_EIGHT_BITS = not _BEFORE_0_11
+#: Whether a kernel may write to another device's memory without waiting for that device before it begins.
+REACHES_OTHER_DEVICES = not _BEFORE_0_11
 #: Whether kernels are compiled to be linked, by libnvJitLink: warpgroups cannot give each other registers then.
 LINKS_KERNELS = not _BEFORE_0_12
 

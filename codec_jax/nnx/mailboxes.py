@@ -1,0 +1,118 @@
+"""Sums, gathers and merges over the GPUs of one process, by kernels that write to each other's memory.
+
+    sums     of hidden states, over all devices
+    gathers  of queries, keys and values, over the devices of a group that compute parts of them
+    merges   of attention, over the devices of a group that have parts of the pages
+
+What the kernels do not take, or what is too large to send to every device, is left to XLA's collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from codec_jax.mesh import CONTEXT, TENSOR, axis_size
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_merges
+from pallas_kernels.compat import REACHES_OTHER_DEVICES
+from pallas_kernels.hopper.tiling import why_not_on
+
+
+def why_not(mesh: Mesh) -> str | None:
+    """Say why kernels on the devices of a mesh cannot write to each other's memory; None if they can."""
+    devices = list(mesh.devices.flat)
+    for device in devices:
+        if reason := why_not_on(device):
+            return reason
+    if not REACHES_OTHER_DEVICES:
+        return f"it takes JAX 0.11 or later, got {jax.__version__}"
+    if jax.process_count() > 1:
+        return f"it takes GPUs of one process, got {jax.process_count()} processes"
+    if [device.id for device in devices] != list(range(len(devices))):
+        return f"it takes the first GPUs in their order, got {[device.id for device in devices]}"
+    return None
+
+
+def stride_of(mesh: Mesh) -> int:
+    """Return the way from one device of the axis "context" to the next, in the order of all."""
+    return 1 if mesh.axis_names[-1] == CONTEXT else axis_size(mesh, TENSOR)
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """The memory of a device for exchanges of one kind, one after another."""
+
+    like: tuple[tuple[int, ...], Any]  # shape and dtype of what is exchanged
+    sizes: Sizes
+    memory: tuple[Any, ...]  # references
+
+    @classmethod
+    def for_arrays(cls, turn: Any, x: Any, devices: int, stride: int = 1) -> Mailbox | None:
+        """Make one for sums or gathers of arrays like x; None if they are not for the kernels.
+
+        Args:
+          turn: int32, a number that only this mailbox depends on, and that a loop computes in every turn.
+          x: anything with a shape and a dtype.
+          devices: of a group.
+          stride: from one of them to the next, in the order of all devices.
+        """
+        return cls._open(turn, x, of_arrays(x, devices, stride))
+
+    @classmethod
+    def for_merges(cls, turn: Any, out: Any, devices: int, stride: int = 1) -> Mailbox | None:
+        """Make one for merges of partials like out, [B, T, heads, V]; None if they are not for the kernel.
+
+        Args:
+          turn, out, devices, stride: as in `for_arrays`; each device gets its heads.
+        """
+        return cls._open(turn, out, of_merges(out, devices, stride))
+
+    @classmethod
+    def _open(cls, turn: Any, like: Any, sizes: Sizes | None) -> Mailbox | None:
+        if sizes is None:
+            return None
+        # A JAX that was built without GPU support may not have the kernels' dialect.
+        from pallas_kernels.between_devices.mailbox import empty
+
+        memory = empty(turn.reshape(1), sizes=sizes)
+        return cls((like.shape, like.dtype), sizes, tuple(jax.new_ref(each) for each in memory))
+
+    @property
+    def opened(self) -> Int[Array, ""]:
+        """Return 0, which there is not before there is the mailbox: who has that of all devices may send."""
+        return self.memory[1][...][0]
+
+    def takes(self, x: Float[Array, "*shape"]) -> bool:
+        """Whether it is for arrays like x."""
+        return (x.shape, x.dtype) == self.like
+
+    def add_up(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Return the sum of what the devices have."""
+        from pallas_kernels.between_devices.add_up import add_up
+
+        return self._run(add_up, x)
+
+    def collect(self, x: Float[Array, "*shape"]) -> Array:
+        """Return what all devices of a group have."""
+        from pallas_kernels.between_devices.collect import collect
+
+        return self._run(collect, x)
+
+    def merge(self, *partial: Float[Array, "*rows"]) -> tuple[Array, Array, Array]:
+        """Merge output, maximum and sum of the devices of a group; each gets its heads."""
+        from pallas_kernels.between_devices.merge_parts import merge_parts
+
+        return self._run(merge_parts, *partial)
+
+    def _run(self, kernel: Callable[..., tuple[Any, Any]], *arrays: Array) -> Any:
+        from pallas_kernels.between_devices import mailbox
+
+        memory, result = kernel(mailbox.Mailbox(*(ref[...] for ref in self.memory)), *arrays, sizes=self.sizes)
+        for ref, new in zip(self.memory, memory, strict=True):
+            ref[...] = new
+        return result

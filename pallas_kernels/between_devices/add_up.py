@@ -1,0 +1,49 @@
+"""A sum over devices, in one kernel of one thread block for every 2 KB, inside of the CUDA graph of what is around it.
+
+    own numbers ─► every device's mailbox        mailbox ─► device 0's + device 1's + ... ─► sum
+                                                            float32, in this order on all devices
+
+All devices compute the very same sum. XLA's all-reduce has a CUDA graph end before it and another one begin after it,
+and this takes as long as the exchange. What is sent is S - 1 times the numbers, so this is for few of them: a step's
+hidden states.
+"""
+
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.between_devices.mailbox import Box, Mailbox, kernel
+from pallas_kernels.between_devices.numbers import Numbers
+from pallas_kernels.between_devices.sizes import Sizes
+from pallas_kernels.varying import NOWHERE, unvaried
+
+
+# A step calls it in every layer: a jitted function is lowered once for all.
+@partial(jax.jit, static_argnames="sizes")
+@jax.enable_x64(False)  # the kernel counts in int32
+def add_up(mailbox: Mailbox, x: jax.Array, sizes: Sizes) -> tuple[Mailbox, jax.Array]:
+    """Return the mailbox for the next call, and the sum of what the devices have.
+
+    Args:
+      mailbox: of `mailbox.empty`.
+      x: bfloat16, float16 or float32, `sizes.words` words.
+      sizes: of the mailbox.
+    """
+    refs = [jax.new_ref(unvaried(each)) for each in mailbox]
+
+    def body(x: Any, slots: Any, counts: Any, out: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)
+        def add(context: Any, x: Any, slots: Any, counts: Any, out: Any) -> None:
+            box, numbers = Box(sizes, slots, counts), Numbers(x.type.element_type, sizes.width)
+            own = numbers.to_words(numbers.load(x, box.first))
+            parts = [numbers.from_words(words) for words, _ in box.exchange(context, lambda _: (own, []))]
+            numbers.store(reduce(arith.addf, parts), out, box.first)
+
+        add(x, slots, counts, out)
+
+    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)
+    total = kernel("add_up", body, out_type, sizes)(unvaried(x), *refs)
+    return Mailbox(*(jax.freeze(ref) for ref in refs)), total

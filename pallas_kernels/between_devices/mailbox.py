@@ -1,0 +1,194 @@
+"""A mailbox: memory of each device that the others write to, and a way to see that all has come without a barrier.
+
+    device a                                  memory of device b: slots [turn, device, word]
+
+    words ──► 16 bytes a thread, over NVLink ──► [turn, a] ──► read again and again until no word is EMPTY
+          ──► and to every other device                        [turn - 1] is EMPTY again meanwhile
+
+No word that is sent is EMPTY, so a word that is not has come, and no flag has to follow the numbers. A thread has the
+same words of all slots in every call: it sends those, and reads and empties them where they come.
+
+| turn | what device b does with its own slots | what others may do |
+|---|---|---|
+| n | reads [n], empties [n - 1] | write [n], or [n + 1] if they are done with n |
+| n + 1 | reads [n + 1], empties [n] | write [n + 1], or [n + 2] |
+
+With three turns that follow each other in a circle nobody writes to what is being read or emptied: a device that writes
+[n + 2], where [n - 1] was, is done with n + 1, so b has sent its part of n + 1, and had emptied [n - 1] before that.
+
+Beside its own words a thread may share two with the threads next to it, of which the first one sends and empties them.
+"""
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+
+from pallas_kernels.between_devices.numbers import instruct, word, word_type
+from pallas_kernels.between_devices.sizes import SHARED, THREADS, Sizes
+from pallas_kernels.by_thread import at_index, global_memory
+from pallas_kernels.varying import NOWHERE, unvaried
+
+#: As float32 it is -0.0; of two numbers of 16 bits the second is. Neither is sent: 0.0 is.
+EMPTY = -(2**31)
+_TURNS = 3
+
+
+class Mailbox(NamedTuple):
+    """The memory of a device, int32."""
+
+    slots: jax.Array  # [turns x devices x words of a slot]
+    counts: jax.Array  # [blocks], calls so far
+
+
+@partial(jax.jit, static_argnames="sizes")
+@jax.enable_x64(False)  # the kernel counts in int32
+def empty(turn: jax.Array, sizes: Sizes) -> Mailbox:
+    """Return a mailbox. All devices have to have theirs before any of them sends something.
+
+    For XLA its numbers are results of a kernel like any other: what depends on them comes after.
+
+    Args:
+      turn: int32 [1], any number that only this mailbox depends on, and that a loop computes in every turn. A kernel of
+        nothing, or two of the same, XLA might run once for several mailboxes, and copy what it gives.
+      sizes: of the mailbox.
+    """
+
+    def body(_: Any, slots: Any, counts: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def fill(_: Any, slots: Any, counts: Any) -> None:
+            box = Box(sizes, slots, counts)
+            for turn in range(_TURNS):
+                box.empty(word(turn))
+            box.set_count(word(0))
+
+        fill(slots, counts)
+
+    shapes = (_TURNS * sizes.devices * sizes.slot,), (sizes.blocks,)
+    out_type = [jax.ShapeDtypeStruct(shape, jnp.int32, manual_axis_type=NOWHERE) for shape in shapes]
+    return Mailbox(*kernel("empty_mailbox", body, out_type, sizes)(unvaried(turn)))
+
+
+def kernel(name: str, body: Any, out_type: Any, sizes: Sizes) -> Any:
+    """Make a kernel whose threads have words of a mailbox; it does not wait for other devices to begin."""
+    make_params: Any = plgpu.CompilerParams  # the versions differ in its fields
+    params = make_params(
+        lowering_semantics=plgpu.LoweringSemantics.Lane,  # in the other one a reference to another device is lost
+        skip_device_barrier=True,
+        unsafe_no_auto_barriers=True,
+    )
+    mesh = plgpu.Mesh(grid=(sizes.blocks,), grid_names=("blocks",))
+    return pl.kernel(body, out_type=out_type, mesh=mesh, compiler_params=params, name=name)
+
+
+class Box:
+    """A mailbox inside of a kernel, as one thread sees it; numbers are values of MLIR."""
+
+    def __init__(self, sizes: Sizes, slots: Any, counts: Any) -> None:
+        """Take the references, and find out which thread this is."""
+        self.sizes, self._slots, self._counts = sizes, slots, counts
+        self._block = arith.index_cast(word_type(), gpu.block_id(gpu.Dimension.x))
+        #: The number of this thread among all, and its first word.
+        self.thread = arith.addi(arith.muli(self._block, word(THREADS)), mgpu.utils.thread_idx())
+        self.first = arith.muli(self.thread, word(sizes.width))
+
+    def exchange(self, context: Any, words_for: Callable[[Any], tuple[list[Any], list[Any]]]) -> list[tuple]:
+        """Send words to every device, and return what each of them sent.
+
+        Args:
+          context: of the kernel.
+          words_for: of a device's number, the words of this thread for it, and those that it shares; none is EMPTY.
+
+        Returns the same two of each device.
+        """
+        count = llvm.load(word_type(), at_index(global_memory(self._counts), [self._block], word_type()))
+        turn = arith.remui(count, word(_TURNS))
+        self._send(context, turn, words_for)
+        self.empty(arith.remui(arith.addi(count, word(_TURNS - 1)), word(_TURNS)))
+        come = [self._receive(turn, device) for device in range(self.sizes.devices)]
+        mgpu.utils.warpgroup_barrier()  # all have loaded the count
+        self.set_count(arith.addi(count, word(1)))
+        return come
+
+    def set_count(self, count: Any) -> None:
+        """Say how many calls there were."""
+        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+            llvm.store(count, at_index(global_memory(self._counts), [self._block], word_type()))
+
+    def empty(self, turn: Any) -> None:
+        """Make the slots of a turn EMPTY, where this thread has words."""
+        for device in range(self.sizes.devices):
+            place = self._place(turn, word(device))
+            self._store("st.global", self._slots, place, [word(EMPTY)] * self.sizes.width)
+            self._share("st.global", self._slots, place, [word(EMPTY)] * SHARED)
+
+    @property
+    def is_first(self) -> Any:
+        """Whether this thread is the first of those that share words."""
+        return arith.cmpi(arith.CmpIPredicate.eq, arith.remui(self.thread, word(self.sizes.sharing)), word(0))
+
+    def _send(self, context: Any, turn: Any, words_for: Callable[[Any], tuple[list[Any], list[Any]]]) -> None:
+        me, devices, stride = context.device_id(), word(self.sizes.devices), word(self.sizes.stride)
+        own = arith.remui(arith.divui(me, stride), devices)
+        group, place = arith.subi(me, arith.muli(own, stride)), self._place(turn, own)
+        # Each device begins with another one, and ends with itself.
+        others = [arith.remui(arith.addi(own, word(step + 1)), devices) for step in range(self.sizes.devices)]
+        for other, (words, shared) in [(other, words_for(other)) for other in others]:
+            slots = context.to_remote(self._slots, arith.addi(group, arith.muli(other, stride)))
+            self._store("st.relaxed.sys.global", slots, place, words)
+            self._share("st.relaxed.sys.global", slots, place, shared)
+
+    def _receive(self, turn: Any, device: int) -> tuple[list[Any], list[Any]]:
+        place = self._place(turn, word(device))
+        words = self._wait(arith.addi(place, self.first), self.sizes.width)
+        return words, self._wait(arith.addi(place, self._shared), SHARED) if self.sizes.sharing else []
+
+    def _wait(self, index: Any, width: int) -> list[Any]:
+        """Wait for words that begin at one of the slots."""
+        place, types = at_index(global_memory(self._slots), [index], word_type()), [word_type()] * width
+        names = ", ".join(f"${i}" for i in range(width))
+        loop = scf.WhileOp(types, [])
+        with ir.InsertionPoint(loop.before.blocks.append()):
+            load = f"ld.relaxed.sys.global{_SHAPES[width]} {{{names}}}, [${width}];"
+            come = instruct(load, place, results=width)
+            scf.condition(
+                reduce(arith.ori, [arith.cmpi(arith.CmpIPredicate.eq, each, word(EMPTY)) for each in come]), come
+            )
+        with ir.InsertionPoint(loop.after.blocks.append(*types)):
+            scf.yield_([])
+        return list(loop.results)
+
+    def _place(self, turn: Any, device: Any) -> Any:
+        """Return the first word of a slot."""
+        return arith.muli(arith.addi(arith.muli(turn, word(self.sizes.devices)), device), word(self.sizes.slot))
+
+    @property
+    def _shared(self) -> Any:
+        """Where in a slot the words are that this thread shares."""
+        share = arith.divui(self.thread, word(self.sizes.sharing))
+        return arith.addi(word(self.sizes.words), arith.muli(share, word(SHARED)))
+
+    def _store(self, instruction: str, slots: Any, place: Any, words: list[Any]) -> None:
+        _store(instruction, slots, arith.addi(place, self.first), words)
+
+    def _share(self, instruction: str, slots: Any, place: Any, words: list[Any]) -> None:
+        if self.sizes.sharing:
+            with mgpu.when(self.is_first):
+                _store(instruction, slots, arith.addi(place, self._shared), words)
+
+
+_SHAPES = {1: ".b32", 2: ".v2.b32", 4: ".v4.b32"}
+
+
+def _store(instruction: str, slots: Any, index: Any, words: list[Any]) -> None:
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"{instruction}{_SHAPES[len(words)]} [$0], {{{names}}};"
+    place = at_index(global_memory(slots), [index], word_type())
+    instruct(text, place, *words)

@@ -1,0 +1,77 @@
+"""What goes through a mailbox, and how it is divided among threads. Plain numbers, for planning and for kernels."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+THREADS = 128  # of a thread block
+#: Words that threads share.
+SHARED = 2
+#: A device sends its part to each of the others. XLA's collectives send less where it is more than that.
+_MOST_BYTES = 8 << 20
+#: A thread block waits for the same one of every other device, so all of them have to run at once.
+_MOST_BLOCKS = 1024
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+class Sizes(NamedTuple):
+    """Whom a mailbox is for, and how much."""
+
+    devices: int  # of a group, which send to each other
+    words: int  # that a device sends to another one, of 32 bits
+    sharing: int = 0  # threads that share two words beside their own; 0 if none do
+    stride: int = 1  # from one of the devices to the next, in the numbers of all
+
+    @property
+    def width(self) -> int:
+        """Words that a thread sends at once."""
+        return math.gcd(self.words // THREADS, 4)
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks, each of which sends `width` words a thread."""
+        return self.words // (THREADS * self.width)
+
+    @property
+    def slot(self) -> int:
+        """Words of a slot, those that are shared last; a multiple of 16 bytes."""
+        shared = SHARED * self.words // (self.width * self.sharing) if self.sharing else 0
+        return -(-(self.words + shared) // 4) * 4
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a device sends to others."""
+        return 4 * self.slot * (self.devices - 1)
+
+
+def of_arrays(x: Any, devices: int, stride: int = 1) -> Sizes | None:
+    """Return the sizes for sums or gathers of arrays like x; None if they are not for the kernels.
+
+    Args:
+      x: anything with a shape and a dtype.
+      devices, stride: as in `Sizes`.
+    """
+    return _checked(x, Sizes(devices, math.prod(x.shape) * x.dtype.itemsize // 4, stride=stride))
+
+
+def of_merges(out: Any, devices: int, stride: int = 1) -> Sizes | None:
+    """Return the sizes for merges of partials like out, [..., heads, V]; None if they are not for the kernel.
+
+    Args:
+      out: anything with a shape and a dtype.
+      devices, stride: as in `Sizes`; each device gets its heads.
+    """
+    words_of_head = out.shape[-1] * out.dtype.itemsize // 4
+    words = math.prod(out.shape[:-1]) // devices * words_of_head
+    sharing, rest = divmod(words_of_head, Sizes(devices, words).width)
+    if out.shape[-2] % devices or rest or THREADS % max(sharing, 1):
+        return None
+    return _checked(out, Sizes(devices, words, sharing, stride))
+
+
+def _checked(x: Any, sizes: Sizes) -> Sizes | None:
+    is_whole_words = x.dtype in _DTYPES and x.shape[-1] * x.dtype.itemsize % 4 == 0
+    is_even = sizes.words > 0 and sizes.words % THREADS == 0
+    fits = is_whole_words and is_even and sizes.blocks <= _MOST_BLOCKS and sizes.sent_bytes <= _MOST_BYTES
+    return sizes if fits else None

@@ -1,0 +1,238 @@
+"""Kernels of several GPUs that write to each other's memory: lowered here, and held to float64 on GPUs."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from codec_jax.nnx import mailboxes
+from codec_jax.nnx.mailboxes import Mailbox
+from pallas_kernels.between_devices.sizes import of_arrays, of_merges
+from pallas_kernels.compat import REACHES_OTHER_DEVICES
+
+AXES = ("context", "tensor")
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+CALLS = 11
+FIRST = np.int32(0)  # what a mailbox is made of
+needs_jax_0_11 = pytest.mark.skipif(not REACHES_OTHER_DEVICES, reason="a kernel of JAX 0.10 waits for others first")
+
+
+def mesh_of(context: int, tensor: int, axes: tuple[str, str] = AXES, devices: Any = None) -> Mesh:
+    shape = (context, tensor) if axes == AXES else (tensor, context)
+    devices = (jax.devices() if devices is None else devices)[: context * tensor]
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def every_mesh_here() -> list[Mesh]:
+    """Of all GPUs, those with a context axis, in both orders; the last has no other."""
+    count = len(jax.devices())
+    shapes = [(context, count // context) for context in range(2, count + 1) if count % context == 0]
+    return [mesh_of(*shape, axes) for shape in shapes for axes in (AXES, AXES[::-1])]
+
+
+def each(mesh: Mesh, mailbox_of: Callable[[Any], Any], exchange: Callable[[Mailbox, Any], Any]) -> Any:
+    """A jitted function of arrays [S, calls, ...], each device's: what each call gave, one call after another."""
+
+    def local(parts: Any) -> Any:
+        parts = jax.tree.map(lambda x: x[0], parts)
+        mailbox = mailbox_of(jax.tree.map(lambda x: x[0], parts))
+        assert mailbox is not None
+        met = lax.psum(mailbox.opened, mesh.axis_names)  # nobody sends before
+
+        def step(_: Any, part: Any) -> Any:
+            return None, exchange(mailbox, jax.tree.map(lambda x: x + met.astype(x.dtype), part))
+
+        return jax.tree.map(lambda x: x[None], lax.scan(step, None, parts)[1])
+
+    divided = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=divided, out_specs=divided))
+
+
+def sums_on(mesh: Mesh) -> Any:
+    return each(mesh, lambda x: Mailbox.for_arrays(FIRST, x, mesh.size), lambda mailbox, x: mailbox.add_up(x))
+
+
+def group_of(mesh: Mesh) -> tuple[int, int]:
+    """The devices along context, and the way from one to the next."""
+    return mesh.shape["context"], 1 if mesh.axis_names[1] == "context" else mesh.shape["tensor"]
+
+
+def members(mesh: Mesh) -> np.ndarray:
+    """The numbers of the devices of each group, one group after another."""
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    return numbers.T if mesh.axis_names == AXES else numbers
+
+
+def gathers_on(mesh: Mesh) -> Any:
+    return each(mesh, lambda x: Mailbox.for_arrays(FIRST, x, *group_of(mesh)), lambda mailbox, x: mailbox.collect(x))
+
+
+def merges_on(mesh: Mesh) -> Any:
+    return each(mesh, lambda x: Mailbox.for_merges(FIRST, x[0], *group_of(mesh)), lambda mailbox, x: mailbox.merge(*x))
+
+
+@needs_jax_0_11
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_exchange_is_one_kernel_that_keeps_its_memory_where_it_is(dtype: Any) -> None:
+    mesh = mesh_of(2, 4, devices=jax.devices("cpu"))
+    out, rows = jax.ShapeDtypeStruct((8, 3, 5, 1, 8, 64), dtype), jax.ShapeDtypeStruct((8, 3, 5, 1, 8), jnp.float32)
+    traced = sums_on(mesh).trace(out), gathers_on(mesh).trace(out), merges_on(mesh).trace((out, rows, rows))
+    for exchange in traced:
+        text = exchange.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # one makes the mailbox
+        assert len(re.findall(r"output_operand_alias<", text)) == 2  # slots and counts
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "devices"),
+    [
+        ((5, 1, 100), jnp.bfloat16, 2),  # 250 words
+        ((256, 1, 33), jnp.bfloat16, 2),  # half a word a row
+        ((16, 1, 256), jnp.int32, 2),
+        ((512, 1, 2560), jnp.bfloat16, 4),  # 1,280 thread blocks
+        ((64, 1, 8192), jnp.bfloat16, 16),  # 15 MB to others
+    ],
+    ids=str,
+)
+def test_sums_that_are_not_for_the_kernel_have_no_mailbox(shape: tuple[int, ...], dtype: Any, devices: int) -> None:
+    assert of_arrays(jax.ShapeDtypeStruct(shape, dtype), devices) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "devices"),
+    [
+        ((4, 1, 15, 128), jnp.bfloat16, 2),  # heads that two devices do not divide
+        ((4, 1, 16, 80), jnp.bfloat16, 2),  # 10 threads a head
+        ((3, 1, 2, 64), jnp.bfloat16, 2),  # 96 words
+        ((16, 1, 32, 6), jnp.bfloat16, 2),  # 3 words a head, of which a thread would have 4
+        ((512, 1, 64, 128), jnp.bfloat16, 2),  # 2,048 thread blocks
+        ((16, 1, 32, 128), jnp.float64, 2),
+    ],
+    ids=str,
+)
+def test_merges_that_are_not_for_the_kernel_have_no_mailbox(shape: tuple[int, ...], dtype: Any, devices: int) -> None:
+    assert of_merges(jax.ShapeDtypeStruct(shape, dtype), devices) is None
+
+
+def test_why_devices_cannot_write_to_each_other_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "needs a Hopper GPU" in (mailboxes.why_not(mesh_of(1, 2, devices=jax.devices("cpu"))) or "")
+    monkeypatch.setattr(mailboxes, "why_not_on", lambda _: None)
+    monkeypatch.setattr(mailboxes, "REACHES_OTHER_DEVICES", True)
+    assert mailboxes.why_not(mesh_of(1, 2, devices=jax.devices("cpu"))) is None
+    assert "in their order" in (mailboxes.why_not(mesh_of(1, 2, devices=jax.devices("cpu")[2:])) or "")
+    monkeypatch.setattr(mailboxes.jax, "process_count", lambda: 2)
+    assert "one process" in (mailboxes.why_not(mesh_of(1, 2, devices=jax.devices("cpu"))) or "")
+    monkeypatch.setattr(mailboxes, "REACHES_OTHER_DEVICES", False)
+    assert "JAX 0.11" in (mailboxes.why_not(mesh_of(1, 2, devices=jax.devices("cpu"))) or "")
+
+
+@pytest.mark.gpu
+@needs_jax_0_11
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="several GPUs write to each other's memory; here is one")
+class TestOnSeveralGPUs:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", [(16, 1, 2560), (4, 1, 2880), (3, 1, 256), (64, 1, 5120), (5, 4, 128)], ids=str)
+    def test_sums_equal_float64(self, shape: tuple[int, ...], dtype: Any) -> None:
+        devices, rng = len(jax.devices()), np.random.default_rng(0)
+        parts = rng.normal(size=(devices, CALLS, *shape)) * np.exp2(rng.integers(-8, 8, (devices, CALLS, *shape)))
+        parts = np.array(jnp.asarray(parts, dtype))
+        parts[rng.random(parts.shape) < 0.1] = -0.0
+        parts[:, 3] = -0.0  # whole words
+        totals = np.asarray(sums_on(mesh_of(1, devices))(parts), np.float64)
+        exact = np.asarray(parts, np.float64)
+        error = np.abs(totals - exact.sum(0)) / (np.abs(exact).sum(0) + 1e-30)
+        assert error.max() <= 2.0 * float(jnp.finfo(dtype).eps)
+        assert all((of_device == totals[0]).all() for of_device in totals)  # to the last bit
+
+    def test_what_is_not_finite_stays_so(self) -> None:
+        devices = len(jax.devices())
+        parts = np.ones((devices, 4, 16, 1, 2560), jnp.bfloat16)
+        parts[1, 1, 0, 0, :4] = [np.nan, -np.inf, np.inf, -np.nan]
+        totals = np.asarray(sums_on(mesh_of(1, devices))(parts), np.float64)
+        assert np.isnan(totals[:, 1, 0, 0, [0, 3]]).all()
+        assert (totals[:, 1, 0, 0, [1, 2]] == [-np.inf, np.inf]).all()
+        assert ((totals == devices).sum(axis=(1, 2, 3, 4)) == parts[0].size - 4).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", [(16, 1, 2560), (3, 1, 256)], ids=str)
+    def test_gathers_bring_what_the_group_has(self, shape: tuple[int, ...], dtype: Any) -> None:
+        for mesh in every_mesh_here():
+            parts = np.array(jnp.asarray(np.random.default_rng(0).normal(size=(mesh.size, CALLS, *shape)), dtype))
+            parts[:, 2] = -0.0
+            gathered = np.asarray(gathers_on(mesh)(parts))
+            for group in members(mesh):
+                for device in group:
+                    np.testing.assert_array_equal(gathered[device], parts[group].swapaxes(0, 1))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        "shape", [(16, 1, 32, 128), (4, 3, 8, 64), (2, 1, 16, 256), (64, 1, 32, 128), (1, 1, 4, 512)], ids=str
+    )
+    def test_merges_equal_float64(self, shape: tuple[int, ...], dtype: Any) -> None:
+        for mesh in every_mesh_here():
+            rng = np.random.default_rng(0)
+            devices, heads = mesh.size, shape[2] // mesh.shape["context"]
+            out = np.array(jnp.asarray(rng.normal(size=(devices, CALLS, *shape)), dtype))
+            row_max = rng.normal(size=(devices, CALLS, *shape[:3])).astype(np.float32) * 10
+            row_sum = rng.uniform(1, 100, row_max.shape).astype(np.float32)
+            sees_none = rng.random(row_max.shape) < 0.2
+            sees_none[:, :, 0, 0, :2] = True  # by no device
+            row_max[sees_none], row_sum[sees_none], out[sees_none] = -np.inf, 0.0, 0.0
+            merged = merges_on(mesh)((out, row_max, row_sum))
+            for group in members(mesh):
+                weights = np.exp(row_max[group].astype(np.float64)) * row_sum[group]
+                total = weights.sum(0)
+                exact = (weights[..., None] * out[group]).sum(0) / np.where(total == 0, 1, total)[..., None]
+                for part, device in enumerate(group):
+                    own = np.s_[..., part * heads : (part + 1) * heads]
+                    got_out, got_max, got_sum = (np.asarray(x, np.float64)[device] for x in merged)
+                    tolerance = max(2.0 * float(jnp.finfo(dtype).eps), 1e-5)
+                    np.testing.assert_allclose(got_out, exact[..., own[1], :], atol=5 * tolerance, rtol=tolerance)
+                    np.testing.assert_array_equal(got_max, row_max[group].max(0)[own])
+                    shift = np.where(np.isfinite(got_max), got_max, 0)
+                    np.testing.assert_allclose(got_sum * np.exp(shift), total[own], rtol=1e-5)
+
+    def test_rows_that_one_device_sees_keep_every_bit(self) -> None:
+        mesh = every_mesh_here()[-1]
+        rng, shape = np.random.default_rng(1), (mesh.size, 3, 16, 1, 32)
+        out = np.array(jnp.asarray(rng.normal(size=(*shape, 128)), jnp.bfloat16))
+        row_max = rng.normal(size=shape).astype(np.float32)
+        row_sum = rng.uniform(1, 100, shape).astype(np.float32)
+        row_max[1:], row_sum[1:], out[1:] = -np.inf, 0.0, 0.0
+        got = [np.asarray(x)[0] for x in merges_on(mesh)((out, row_max, row_sum))]
+        own = 32 // mesh.size
+        np.testing.assert_array_equal(got[0], out[0, ..., :own, :])
+        np.testing.assert_array_equal(got[1], row_max[0, ..., :own])
+        np.testing.assert_array_equal(got[2], row_sum[0, ..., :own])
+
+    def test_what_one_device_could_not_compute_all_could_not(self) -> None:
+        mesh = every_mesh_here()[-1]
+        shape = (mesh.size, 3, 16, 1, 32)
+        out, rows = np.ones((*shape, 128), jnp.bfloat16), np.ones(shape, np.float32)
+        row_max = rows.copy()
+        row_max[-1, 1] = np.nan
+        out[-1, 1] = np.nan
+        merged, *_ = (np.asarray(x, np.float64) for x in merges_on(mesh)((out, row_max, rows)))
+        assert np.isfinite(merged[:, [0, 2]]).all()
+        assert np.isnan(merged[:, 1]).all()
+
+    def test_one_device_may_be_far_ahead_of_the_others(self) -> None:
+        """Devices compute for different times between sums, so that each waits for the others in turn."""
+        devices, calls = len(jax.devices()), 40
+
+        def slowly(mailbox: Mailbox, part: Any) -> Any:
+            turns, numbers = part
+            waited = lax.fori_loop(0, turns, lambda _, x: x * 1.0 + 0.0, numbers)
+            return mailbox.add_up(waited)
+
+        run = each(mesh_of(1, devices), lambda part: Mailbox.for_arrays(FIRST, part[1], devices), slowly)
+        turns = np.random.default_rng(0).choice([0, 1, 300], (devices, calls))
+        numbers = np.broadcast_to(np.arange(1, calls + 1).reshape(-1, 1, 1, 1), (devices, calls, 16, 1, 2560))
+        totals = np.asarray(run((turns, numbers.astype(jnp.bfloat16))), np.float64)
+        assert (totals == devices * numbers).all()
