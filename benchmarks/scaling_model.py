@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.ceilings import CEILINGS, Ceilings
 from benchmarks.decode_step import STEPS, SharedDocument
 from codec_jax.nnx import PUBLISHED, DecoderConfig
-from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.nnx.shards import check_sizes, repeated_bytes
+from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
+from codec_jax.nnx.shards import check_sizes
 
 #: Published models of which what a device reads and multiplies is counted: those without windows and mixtures.
 PLAIN_MODELS = {

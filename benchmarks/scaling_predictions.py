@@ -149,7 +149,8 @@ def predicted(model: str, case: SharedDocument, machine: Machine) -> Iterator[di
             "own_tokens": case.own,
             "gpus": devices,
             "data": 1,
-            **asdict(group),
+            "tensor": group.tensor,
+            "context": group.context,
             "device_bytes": int(memory_bytes(config, case, group)),
             "predicted_us": times[group],
             "others_us": {

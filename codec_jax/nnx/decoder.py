@@ -196,8 +196,8 @@ class Decoder(nnx.Module):
         slots = in_window = lax.optimization_barrier(parallel.local_slots(rows.slots, cache[0]))
         if places is not None:
             in_window = lax.optimization_barrier(in_places(slots, places, cache[0].key.shape[1]))
-        run = partial(attend, batches, implementation, parallel)
-        x, written = parallel.embed(self.embed, rows.tokens, self.config.vocab_size), []
+        x, parallel = parallel.embed(self.embed, rows.tokens, self.config)
+        run, written = partial(attend, batches, implementation, parallel), []
         for layer, (block, pages) in enumerate(zip(self.blocks, cache, strict=True)):
             here = slots if self.config.window_of(layer) is None else in_window
             x, pages = block.decode(x, rows.positions, here, pages, run, parallel)

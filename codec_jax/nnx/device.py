@@ -67,7 +67,8 @@ class Device:
         self._blocks = intervals.block_capacity(self._rows, self._max_context)
         self._steps, self._fewest = steps, 1 if runs_to_its_end() and not cache.invariant else steps
         self._programs = {
-            turns: _program(model.graph, model.config, model.mesh, turns, implementation) for turns in {1, steps}
+            turns: _program(model.graph, model.config, model.mesh, model.mailboxes, turns, implementation)
+            for turns in {1, steps}
         }
         same = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
         self._set_history = jax.jit(History.set_row, donate_argnums=0, out_shardings=same)
@@ -238,11 +239,16 @@ def _nodes(rows: int) -> int:
 
 @lru_cache(maxsize=16)
 def _program(
-    graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, steps: int, implementation: str | None
+    graph: nnx.GraphDef[Decoder],
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    mailboxes: bool,
+    steps: int,
+    implementation: str | None,
 ) -> Program:
     """Return a jitted step; engines of one model have the same, so that a second one compiles nothing."""
 
     def run(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
         return run_step(model, steps, implementation, *rest, parallel=parallel)
 
-    return program(graph, config, mesh, run, donate=(1, 2))
+    return program(graph, config, mesh, run, donate=(1, 2), mailboxes=mailboxes)

@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 from codec_jax import checks
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.kept import SHARE, pays
-from codec_jax.nnx.parallel import Parallel
+from codec_jax.nnx.parallel import Parallel, repeated_bytes
 from codec_jax.nnx.prefill import MAX_CHUNK_TOKENS
 from codec_jax.nnx.scheduler import PREFILL_TOKENS, STEPS
-from codec_jax.nnx.shards import repeated_bytes
 
 #: Of the memory that is free, what KV pages may take; the rest is for activations.
 KV_SHARE = 0.8

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -40,6 +40,9 @@ from jaxtyping import Array, Float, Int
 from codec_jax.attention.exchange import merge_heads
 from codec_jax.forest import Pages
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size, check_mesh
+from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.mailboxes import Mailbox
+from pallas_kernels.varying import vary_like
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Parallel:
 
     tensor: int = 1  # T
     context: int = 1  # C
+    #: From one device of a group to the next, in the order of all, if devices exchange through mailboxes.
+    stride: int | None = field(default=None, compare=False)
+    sums: Mailbox | None = field(default=None, compare=False)  # of hidden states, from `embed` on
+    gathers: Mailbox | None = field(default=None, compare=False)  # of columns
+    merges: Mailbox | None = field(default=None, compare=False)  # of attention
 
     @classmethod
     def of(cls, mesh: Mesh | None) -> Parallel:
@@ -72,17 +80,23 @@ class Parallel:
     def gather(self, columns: Float[Array, "B T columns"], sizes: Sequence[int]) -> Float[Array, "B T all"]:
         """Join what the devices of a group computed of each part of a product; the parts then have these sizes.
 
-        Where each computed all columns (`shards.repeated_bytes`), nothing is to be joined.
+        Where each computed all columns (`repeated_bytes`), nothing is to be joined.
         """
         if columns.shape[2] == sum(sizes):
             return columns
-        blocks = lax.all_gather(columns, CONTEXT, axis=2, to="invarying")
+        if self.gathers is not None and self.gathers.takes(columns):
+            blocks = jnp.moveaxis(self.gathers.collect(columns), 0, 2)
+            blocks = vary_like(blocks, lax.axis_index(TENSOR)) if self.tensor > 1 else blocks
+        else:
+            blocks = lax.all_gather(columns, CONTEXT, axis=2, to="invarying")
         ends = np.cumsum(sizes)[:-1] // self.context
         parts = jnp.split(blocks, ends.tolist(), axis=-1)
         return jnp.concatenate([part.reshape(*columns.shape[:2], -1) for part in parts], axis=-1)
 
     def reduce(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Add up the parts that all devices have of a sum."""
+        if self.sums is not None and self.sums.takes(x):
+            return self.sums.add_up(x)
         return lax.psum(x, self.axes) if self.axes else x
 
     def once(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -98,15 +112,38 @@ class Parallel:
         return jnp.where((local >= 0) & (local < own), local, own)
 
     def embed(
-        self, lookup: Callable[[Array], Array], tokens: Int[Array, "B T"], vocab_size: int
-    ) -> Float[Array, "B T D"]:
-        """Look tokens up where their rows of the embedding are."""
+        self, lookup: Callable[[Array], Array], tokens: Int[Array, "B T"], config: DecoderConfig
+    ) -> tuple[Float[Array, "B T D"], Parallel]:
+        """Look tokens up where their rows of the embedding are; return what to go on with, too.
+
+        Devices whose kernels may write to each other's memory meet there: from then on they do.
+        """
         if not self.axes:
-            return lookup(tokens)
-        rows = vocab_size // self.devices
+            return lookup(tokens), self
+        rows = config.vocab_size // self.devices
         token = tokens - lax.axis_index(self.axes) * rows
         is_here = (token >= 0) & (token < rows)
-        return self.reduce(jnp.where(is_here[..., None], lookup(jnp.where(is_here, token, 0)), 0))
+        x = jnp.where(is_here[..., None], lookup(jnp.where(is_here, token, 0)), 0)
+        opened = self._with_mailboxes(jnp.ravel(tokens)[0].astype(jnp.int32), x, config)
+        for mailbox in (opened.sums, opened.gathers, opened.merges):
+            if mailbox is not None:  # so that a device that has this sum knows that all have theirs
+                x += mailbox.opened.astype(x.dtype)
+        return self.reduce(x), opened
+
+    def _with_mailboxes(self, token: Int[Array, ""], x: Float[Array, "B T D"], config: DecoderConfig) -> Parallel:
+        """Make those that the layers of a step need; they depend on one of its tokens, and on different numbers."""
+        if self.stride is None:
+            return self
+        group, gathers, merges = (self.context, self.stride), None, None
+        if self.context > 1 and config.latent is None:
+            num_q_heads, num_kv_heads = self.heads(config.num_q_heads, config.num_kv_heads)
+            of_heads = jax.ShapeDtypeStruct((*x.shape[:2], num_q_heads, config.head_dim), x.dtype)
+            merges = Mailbox.for_merges(token + 1, of_heads, *group)
+            if not repeated_bytes(config, self):
+                columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim // self.context
+                of_columns = jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype)
+                gathers = Mailbox.for_arrays(token + 2, of_columns, *group)
+        return replace(self, sums=Mailbox.for_arrays(token, x, self.devices), gathers=gathers, merges=merges)
 
     def join(self, logits: Float[Array, "*part"], axis: int = -1) -> Float[Array, "*whole"]:
         """Return the logits of which each device has a run along an axis: of the vocabulary, or of the rows."""
@@ -166,8 +203,25 @@ class Parallel:
         """Merge attention over the pages of each device of a group; each gets its part of the group's heads."""
         if self.context == 1:
             return out, row_max, row_sum
+        if self.merges is not None and self.merges.takes(out):
+            return self.merges.merge(out, row_max, row_sum)
         return merge_heads(out, row_max, row_sum, CONTEXT)
 
 
 #: One device, which has everything.
 ALONE = Parallel()
+
+#: Reading so many bytes of weights takes less time than a small gather, and what waits for it.
+_BYTES_OF_A_GATHER = 64 << 20
+
+
+def repeated_bytes(config: DecoderConfig, parallel: Parallel) -> int:
+    """Return the bytes of a layer's weights that a device has beyond its part, 0 if it has no others.
+
+    Where they are few all devices of a group compute all its queries, keys and values, rather than gather columns.
+    """
+    num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+    columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
+    size = config.hidden_size * columns * jnp.dtype(config.param_dtype).itemsize
+    more = size - size // parallel.context
+    return more if config.latent is None and more <= _BYTES_OF_A_GATHER else 0

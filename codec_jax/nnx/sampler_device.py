@@ -46,7 +46,7 @@ class SamplerDevice:
         """Nothing is allocated and nothing compiled before it is needed; intervals plan the waves."""
         self.model, self._intervals, self._max_requests = model, intervals, max_requests
         self._sizes = num_pages, page_size, reconstructed_pages
-        described = model.graph, model.config, model.mesh, implementation
+        described = model.graph, model.config, model.mesh, model.mailboxes, implementation
         self.prefill_program = _prefill_program(*described)
         # By the turns alone: to find it among those of all samplers takes a hash of the model's graph.
         self.decode_program = cached(partial(_decode_program, *described))
@@ -96,23 +96,32 @@ class SamplerDevice:
 
 @lru_cache(maxsize=16)
 def _prefill_program(
-    graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, implementation: str | None
+    graph: nnx.GraphDef[Decoder],
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    mailboxes: bool,
+    implementation: str | None,
 ) -> Program:
     """Return a jitted wave; samplers of one model have the same, so that a second one compiles nothing."""
 
     def prefill(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
         return prefill_step(model, implementation, *rest, parallel=parallel)
 
-    return program(graph, config, mesh, prefill, donate=(1,))
+    return program(graph, config, mesh, prefill, donate=(1,), mailboxes=mailboxes)
 
 
 @lru_cache(maxsize=16)
 def _decode_program(
-    graph: nnx.GraphDef[Decoder], config: DecoderConfig, mesh: Mesh | None, implementation: str | None, turns: int
+    graph: nnx.GraphDef[Decoder],
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    mailboxes: bool,
+    implementation: str | None,
+    turns: int,
 ) -> Program:
     """Return a jitted loop of so many turns, the same for all samplers of one model."""
 
     def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
         return decode_loop(model, turns, implementation, *rest, parallel=parallel)
 
-    return program(graph, config, mesh, decode, donate=(1,))
+    return program(graph, config, mesh, decode, donate=(1,), mailboxes=mailboxes)

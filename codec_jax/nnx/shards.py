@@ -25,7 +25,8 @@ from codec_jax.forest import KVPages, LatentPages, LatentQuantisation, Pages, Qu
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
-from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.mailboxes import stride_of, why_not
+from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
 from codec_jax.nnx.weights import dotted, split
 from codec_jax.planning import Plan
 
@@ -50,22 +51,6 @@ _DIVIDED: dict[str, tuple[int, Callable[[Any], tuple[int, ...]]]] = {
     "mlp.shared.down.kernel": (0, lambda config: (config.mixture.shared_size,)),
     "head.kernel": (1, lambda config: (config.vocab_size,)),
 }
-
-
-#: Reading so many bytes of weights takes less time than a small gather, and what waits for it.
-_BYTES_OF_A_GATHER = 64 << 20
-
-
-def repeated_bytes(config: DecoderConfig, parallel: Parallel) -> int:
-    """Return the bytes of a layer's weights that a device has beyond its part, 0 if it has no others.
-
-    Where they are few all devices of a group compute all its queries, keys and values, rather than gather columns.
-    """
-    num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-    columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
-    size = config.hidden_size * columns * jnp.dtype(config.param_dtype).itemsize
-    more = size - size // parallel.context
-    return more if config.latent is None and more <= _BYTES_OF_A_GATHER else 0
 
 
 class Cut(NamedTuple):
@@ -126,6 +111,7 @@ class PlacedDecoder:
     config: DecoderConfig  # of the whole decoder
     mesh: Mesh | None  # None: the weights are whole
     kinds: Mapping[str, jax.ShapeDtypeStruct]  # of the whole parameters, by dotted path
+    mailboxes: bool = False  # whether devices exchange by writing to each other's memory
 
     @classmethod
     def of(cls, model: Decoder | PlacedDecoder, mesh: Mesh | None = None) -> PlacedDecoder:
@@ -147,6 +133,29 @@ class PlacedDecoder:
         graph, weights = split(model)
         check_sizes(model.config, Parallel.of(mesh))
         return cls(graph, _divided(weights, model.config, mesh), model.config, mesh, _kinds(weights))
+
+    def with_mailboxes(self) -> PlacedDecoder:
+        """Return one whose devices exchange by kernels that write to each other's memory, while a step goes on.
+
+        XLA's collectives, which it has otherwise, interrupt a step; what is too large to go to every device is left to
+        them. This is new, and has not run for long.
+
+        Raises ValueError where kernels cannot, and says why.
+
+        >>> from codec_jax.nnx import PlacedDecoder
+        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+        >>> PlacedDecoder.of(Decoder(config, nnx.Rngs(0))).with_mailboxes()
+        Traceback (most recent call last):
+        ...
+        ValueError: mesh: expected several devices, got None; pass one to PlacedDecoder.of, or leave this out
+        """
+        if self.mesh is None:
+            raise ValueError(
+                "mesh: expected several devices, got None; pass one to PlacedDecoder.of, or leave this out"
+            )
+        if reason := why_not(self.mesh):
+            raise ValueError(f"mesh: expected devices that write to each other's memory, but {reason}; leave this out")
+        return replace(self, mailboxes=True)
 
     def updated(self, model: Decoder | PlacedDecoder) -> PlacedDecoder:
         """Return one with the weights that a model has now.
@@ -235,12 +244,16 @@ def program(
     mesh: Mesh | None,
     function: Callable[..., tuple],
     donate: tuple[int, ...],
+    mailboxes: bool = False,
 ) -> Program:
     """Return a jitted program of weights and further arguments.
 
     `function` gets the decoder, further arguments and `parallel`. It returns KV pages, and what is the same everywhere.
+    Where there are mailboxes it exchanges through them.
     """
     parallel = Parallel.of(mesh)
+    if mesh is not None and mailboxes:
+        parallel = replace(parallel, stride=stride_of(mesh))
 
     def run(weights: nnx.State, *arguments: Any) -> tuple:
         return function(nnx.merge(graph, weights), *arguments, parallel=parallel)

@@ -29,8 +29,8 @@ from codec_jax.nnx import (
     Sampler,
     SamplingParams,
     open_checkpoint,
+    parallel,
     random_decoder,
-    shards,
 )
 from codec_jax.nnx.memory import pages_that_fit
 from codec_jax.nnx.parallel import Parallel
@@ -79,7 +79,7 @@ def shared(whole: Dense, sizes: tuple[int, int]) -> Iterator[Engine]:
     """Of 4 x 2 devices each computes a part of the columns of its group, as with weights too large to be repeated."""
     with pytest.MonkeyPatch.context() as patch:
         if sizes == (4, 2):
-            patch.setattr(shards, "_BYTES_OF_A_GATHER", 0)
+            patch.setattr(parallel, "_BYTES_OF_A_GATHER", 0)
         yield make_engine(whole.model, mesh=mesh_of(*sizes), num_pages=PAGES, max_requests=4, prefill_tokens=128)
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_read_to_the_devices_that_keep_it(
     tmp_path: Path, config: dict, context: int, tensor: int, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not repeated:
-        monkeypatch.setattr(shards, "_BYTES_OF_A_GATHER", 0)
+        monkeypatch.setattr(parallel, "_BYTES_OF_A_GATHER", 0)
     tensors, mesh = tensors_of(config), mesh_of(context, tensor)
     checkpoint = open_checkpoint(write(tmp_path, config, tensors, shards=2))
     loaded = checkpoint.load(jnp.float32, mesh=mesh)
@@ -321,7 +321,7 @@ def test_random_weights_are_drawn_to_the_devices_that_keep_them() -> None:
 def test_what_devices_do_not_divide_is_refused(
     context: int, tensor: int, changes: dict, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_BYTES_OF_A_GATHER", 0)
+    monkeypatch.setattr(parallel, "_BYTES_OF_A_GATHER", 0)
     model = Decoder(replace(CONFIG, **changes), nnx.Rngs(0))
     for make in (Engine, Sampler):
         with pytest.raises(ValueError, match=message):
@@ -349,7 +349,7 @@ def test_pages_that_fit_are_those_of_all_devices() -> None:
 def test_columns_are_computed_by_all_of_a_group_where_their_weights_are_few() -> None:
     config, megabytes = PUBLISHED["qwen3-32b"], 5120 * (64 + 2 * 8) * 128 * 2 / 1e6  # of a layer: 104.9
     more = {
-        (context, tensor): shards.repeated_bytes(config, Parallel(tensor, context)) / 1e6
+        (context, tensor): parallel.repeated_bytes(config, Parallel(tensor, context)) / 1e6
         for context, tensor in ((1, 1), (1, 8), (2, 1), (4, 1), (4, 2))
     }
     assert more == pytest.approx(
@@ -357,4 +357,4 @@ def test_columns_are_computed_by_all_of_a_group_where_their_weights_are_few() ->
     )
     latent = Latent(size=24, nope_dim=16, rope_dim=8, value_dim=16)  # whose queries are gathered as they are
     of_latents = DecoderConfig(64, 32, 64, 1, 4, num_kv_heads=1, head_dim=32, qk_norm=False, latent=latent)
-    assert shards.repeated_bytes(of_latents, Parallel(context=2)) == 0
+    assert parallel.repeated_bytes(of_latents, Parallel(context=2)) == 0

@@ -1,0 +1,122 @@
+"""Decoders that exchange through mailboxes: what goes through them, and that it is the same as by collectives.
+
+Where there are no GPUs collectives take the place of the kernels, which have tests of their own.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CONTEXT, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, Mesh
+
+from codec_jax.attention.exchange import merge_heads
+from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, mailboxes, parallel, shards
+from codec_jax.nnx.mailboxes import Mailbox
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_merges
+
+CONFIG = DecoderConfig(
+    VOCAB, 32, 48, num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=32, dtype=jnp.float32, param_dtype=jnp.float32,
+)  # fmt: skip
+WHOLE = Dense(Decoder(CONFIG, nnx.Rngs(0)))
+
+
+def mesh_of(context: int, tensor: int) -> Mesh:
+    devices = jax.devices("cpu")[: context * tensor]
+    return jax.make_mesh((context, tensor), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+class Collectives(Mailbox):
+    """A mailbox that collectives take the place of, and that counts what goes through it."""
+
+    counts: Counter[str]
+
+    def count(self, kind: str, exchange: Callable[..., Any], *arrays: Any) -> Any:
+        assert self.takes(arrays[0])
+        self.counts[kind] += 1
+        return exchange(*arrays)
+
+    def add_up(self, x: Any) -> Any:
+        axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
+        return self.count("sums", lambda x: lax.psum(x, axes), x)
+
+    def collect(self, x: Any) -> Any:
+        return self.count("gathers", lambda x: lax.all_gather(x, "context", to="invarying"), x)
+
+    def merge(self, *partial: Any) -> Any:
+        return self.count("merges", lambda *partial: merge_heads(*partial, "context"), *partial)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Exchanges in the layers of each program that is traced."""
+    counted = Counter[str]()
+
+    def open_one(turn: Any, like: Any, sizes: Sizes | None) -> Mailbox | None:
+        assert (turn.shape, turn.dtype) == ((), jnp.int32)
+        memory = (None, jax.new_ref(np.zeros(1, np.int32)))
+        return sizes and Collectives((like.shape, like.dtype), sizes, memory)
+
+    monkeypatch.setattr(Collectives, "counts", counted, raising=False)
+    monkeypatch.setattr(Mailbox, "_open", staticmethod(open_one))
+    monkeypatch.setattr(shards, "why_not", lambda _: None)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("context", "tensor", "gathers"), [(1, 2, False), (2, 2, True), (4, 1, False)], ids=["1x2", "2x2", "4x1"]
+)
+def test_layers_exchange_through_mailboxes(
+    context: int, tensor: int, gathers: bool, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gathers:
+        monkeypatch.setattr(parallel, "_BYTES_OF_A_GATHER", 0)
+    placed = PlacedDecoder.of(WHOLE.model, mesh_of(context, tensor)).with_mailboxes()
+    sampler = Sampler(placed, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=2)
+    state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
+    counts.clear()
+    state, generated = sampler.decode(state, 2, temperature=0.0)
+    for request, tokens in enumerate(generated.tokens):
+        texts[request] += tokens
+    assert_logits_follow(state, texts, WHOLE)
+    layers = CONFIG.num_layers
+    merges = layers if context > 1 else 0
+    assert counts == Counter(sums=2 * layers, merges=merges, gathers=merges if gathers else 0)
+
+
+def test_other_weights_exchange_as_those_before(counts: Counter[str]) -> None:
+    placed = PlacedDecoder.of(WHOLE.model, mesh_of(1, 2)).with_mailboxes()
+    assert placed.updated(Decoder(CONFIG, nnx.Rngs(1))).mailboxes
+    assert PlacedDecoder.of(placed).mailboxes
+
+
+def test_devices_that_cannot_write_to_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="mesh: expected several devices, got None"):
+        PlacedDecoder.of(WHOLE.model).with_mailboxes()
+    with pytest.raises(ValueError, match=r"mesh: .*needs a Hopper GPU"):
+        PlacedDecoder.of(WHOLE.model, mesh_of(1, 2)).with_mailboxes()
+
+
+def test_the_way_along_context_is_as_the_mesh_has_it() -> None:
+    assert mailboxes.stride_of(mesh_of(2, 4)) == 4
+    devices = np.asarray(jax.devices("cpu"))
+    assert mailboxes.stride_of(Mesh(devices.reshape(4, 2), ("tensor", "context"))) == 1
+    assert mailboxes.stride_of(Mesh(devices, ("context",))) == 1
+
+
+def test_sizes_by_hand() -> None:
+    hidden = jax.ShapeDtypeStruct((16, 1, 2560), jnp.bfloat16)
+    assert of_arrays(hidden, 2) == Sizes(2, 20480)
+    assert (of_arrays(hidden, 2).width, of_arrays(hidden, 2).blocks) == (4, 40)
+    out = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
+    # 16 rows of 8 heads for each of 4 devices, of 64 words each, which 16 threads have; two words beside for each.
+    sizes = of_merges(out, 4, 2)
+    assert sizes == Sizes(4, 16 * 8 * 64, 16, 2)
+    assert sizes.slot == 16 * 8 * (64 + 2)
+    assert sizes.sent_bytes == 3 * 4 * sizes.slot
