@@ -14,7 +14,7 @@ from codec_jax.nnx.params import MAX_BIASED_TOKENS, MAX_STOP_TOKENS, MAX_TOP_LOG
 from codec_jax.nnx.truncation import truncate
 from pallas_kernels.varying import vary_like
 
-#: Larger biases decide no more than this, which the lowest temperature does not make infinite.
+#: Larger biases and penalties decide no more than this, which the lowest temperature does not make infinite.
 _MAX_BIAS = 1e30
 
 #: No token: what fills up stop tokens and top tokens.
@@ -58,8 +58,7 @@ class RowOptions(NamedTuple):
                 stop_tokens[row, : len(params.stop_tokens)] = params.stop_tokens
             if params.logit_bias:
                 bias_tokens[row, : len(params.logit_bias)] = list(params.logit_bias)
-                biases = np.clip(list(params.logit_bias.values()), -_MAX_BIAS, _MAX_BIAS)
-                bias_values[row, : len(params.logit_bias)] = biases
+                bias_values[row, : len(params.logit_bias)] = _bounded(list(params.logit_bias.values()))
         return cls(
             seed=np.asarray([params.seed for params in given], np.uint32),
             stream=np.asarray([params.stream for params in given], np.int32),
@@ -67,9 +66,9 @@ class RowOptions(NamedTuple):
             top_k=np.asarray([min(params.top_k or vocab_size, vocab_size) for params in given], np.int32),
             top_p=np.asarray([params.top_p for params in given], np.float32),
             min_p=np.asarray([params.min_p for params in given], np.float32),
-            repetition=np.asarray([params.repetition_penalty for params in given], np.float32),
-            presence=np.asarray([params.presence_penalty for params in given], np.float32),
-            frequency=np.asarray([params.frequency_penalty for params in given], np.float32),
+            repetition=_bounded([max(params.repetition_penalty, 1 / _MAX_BIAS) for params in given]),
+            presence=_bounded([params.presence_penalty for params in given]),
+            frequency=_bounded([params.frequency_penalty for params in given]),
             stop_tokens=stop_tokens,
             bias_tokens=bias_tokens,
             bias_values=bias_values,
@@ -80,6 +79,10 @@ class RowOptions(NamedTuple):
 
 
 _NEUTRAL = SamplingParams(temperature=0.0)
+
+
+def _bounded(values: Sequence[float]) -> Float[np.ndarray, " n"]:
+    return np.clip(values, -_MAX_BIAS, _MAX_BIAS).astype(np.float32)
 
 
 class History(NamedTuple):
@@ -238,6 +241,7 @@ def _adjusted(logits: Float[Array, "B V"], options: RowOptions, history: History
     logits -= presence * (count > 0).astype(logits.dtype) + frequency * count
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     logits = logits.at[row, options.bias_tokens].add(options.bias_values, mode="drop")
+    logits = jnp.clip(logits, -_MAX_BIAS, _MAX_BIAS)  # as often as a penalty may count
     bits = (options.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
     allowed = bits.reshape(len(bits), -1)[:, : logits.shape[1]] != 0
     return jnp.where(allowed | ~options.constrained[:, None], logits, -jnp.inf)

@@ -423,3 +423,23 @@ def test_of_equal_scores_the_first_one_stays_whatever_the_sign_of_zero() -> None
     scores = jnp.asarray([[-0.0, 0.0, -1.0], [0.0, -0.0, -1.0]])
     kept = jitted_truncate(scores, jnp.ones(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
     np.testing.assert_array_equal(kept, [[0, -np.inf, -np.inf]] * 2)
+
+
+@pytest.mark.parametrize("options", [
+    {"presence_penalty": -3e38}, {"frequency_penalty": -3e38}, {"presence_penalty": -1e33, "temperature": 1e-6},
+    {"repetition_penalty": 1e-39}, {"repetition_penalty": 1e-38, "top_p": 0.9}, {"logit_bias": {1: 3e38}},
+], ids=str)  # fmt: skip
+def test_whatever_is_favoured_most_is_drawn(options: dict) -> None:
+    """Token 1, which was generated, and whose logit is above 0, is favoured beyond what float32 can hold."""
+    params = SamplingParams(**{"temperature": 0.5} | options)
+    logits = np.tile(np.linspace(0.5, 3.0, VOCAB, dtype=np.float32), (64, 1))
+    drawn = jitted_draw(logits, same(params, *logits.shape), history_of([[]] * 64, [[1]] * 64), np.arange(64))
+    assert (np.asarray(drawn.token) == 1).all()
+
+
+@pytest.mark.parametrize("options", [{"presence_penalty": 3e38}, {"repetition_penalty": 3e38}], ids=str)
+def test_whatever_is_disfavoured_most_is_not_drawn(options: dict) -> None:
+    params = SamplingParams(temperature=0.5, **options)
+    logits = np.tile(np.where(np.arange(VOCAB) == 1, -0.1, -9.0).astype(np.float32), (64, 1))
+    drawn = jitted_draw(logits, same(params, *logits.shape), history_of([[1]] * 64, [[1]] * 64), np.arange(64))
+    assert (np.asarray(drawn.token) != 1).all()
