@@ -52,34 +52,34 @@ class Mailbox:
     memory: tuple[Any, ...]  # references
 
     @classmethod
-    def for_arrays(cls, turn: Any, x: Any, devices: int, stride: int = 1) -> Mailbox | None:
+    def for_arrays(cls, seed: Any, x: Any, devices: int, stride: int = 1) -> Mailbox | None:
         """Make one for sums or gathers of arrays like x; None if they are not for the kernels.
 
         Args:
-          turn: int32, a number that only this mailbox depends on, and that a loop computes in every turn.
+          seed: int32, a number that only this mailbox depends on, and that a loop computes in every turn.
           x: anything with a shape and a dtype.
           devices: of a group.
           stride: from one of them to the next, in the order of all devices.
         """
-        return cls._open(turn, x, of_arrays(x, devices, stride))
+        return cls._open(seed, x, of_arrays(x, devices, stride))
 
     @classmethod
-    def for_merges(cls, turn: Any, out: Any, devices: int, stride: int = 1) -> Mailbox | None:
+    def for_merges(cls, seed: Any, out: Any, devices: int, stride: int = 1) -> Mailbox | None:
         """Make one for merges of partials like out, [B, T, heads, V]; None if they are not for the kernel.
 
         Args:
-          turn, out, devices, stride: as in `for_arrays`; each device gets its heads.
+          seed, out, devices, stride: as in `for_arrays`; each device gets its heads.
         """
-        return cls._open(turn, out, of_merges(out, devices, stride))
+        return cls._open(seed, out, of_merges(out, devices, stride))
 
     @classmethod
-    def _open(cls, turn: Any, like: Any, sizes: Sizes | None) -> Mailbox | None:
+    def _open(cls, seed: Any, like: Any, sizes: Sizes | None) -> Mailbox | None:
         if sizes is None:
             return None
         # A JAX that was built without GPU support may not have the kernels' dialect.
         from pallas_kernels.between_devices.mailbox import empty
 
-        memory = empty(turn.reshape(1), sizes=sizes)
+        memory = empty(seed.reshape(1), sizes=sizes)
         return cls((like.shape, like.dtype), sizes, tuple(jax.new_ref(each) for each in memory))
 
     @property

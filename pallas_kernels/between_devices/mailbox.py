@@ -50,13 +50,13 @@ class Mailbox(NamedTuple):
 
 @partial(jax.jit, static_argnames="sizes")
 @jax.enable_x64(False)  # the kernel counts in int32
-def empty(turn: jax.Array, sizes: Sizes) -> Mailbox:
+def empty(seed: jax.Array, sizes: Sizes) -> Mailbox:
     """Return a mailbox. All devices have to have theirs before any of them sends something.
 
     For XLA its numbers are results of a kernel like any other: what depends on them comes after.
 
     Args:
-      turn: int32 [1], any number that only this mailbox depends on, and that a loop computes in every turn. A kernel of
+      seed: int32 [1], any number that only this mailbox depends on, and that a loop computes in every turn. A kernel of
         nothing, or two of the same, XLA might run once for several mailboxes, and copy what it gives.
       sizes: of the mailbox.
     """
@@ -73,7 +73,7 @@ def empty(turn: jax.Array, sizes: Sizes) -> Mailbox:
 
     shapes = (_TURNS * sizes.devices * sizes.slot,), (sizes.blocks,)
     out_type = [jax.ShapeDtypeStruct(shape, jnp.int32, manual_axis_type=NOWHERE) for shape in shapes]
-    return Mailbox(*kernel("empty_mailbox", body, out_type, sizes)(unvaried(turn)))
+    return Mailbox(*kernel("empty_mailbox", body, out_type, sizes)(unvaried(seed)))
 
 
 def kernel(name: str, body: Any, out_type: Any, sizes: Sizes) -> Any:

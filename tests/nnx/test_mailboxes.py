@@ -58,8 +58,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Exchanges in the layers of each program that is traced."""
     counted = Counter[str]()
 
-    def open_one(turn: Any, like: Any, sizes: Sizes | None) -> Mailbox | None:
-        assert (turn.shape, turn.dtype) == ((), jnp.int32)
+    def open_one(seed: Any, like: Any, sizes: Sizes | None) -> Mailbox | None:
+        assert (seed.shape, seed.dtype) == ((), jnp.int32)
         memory = (None, jax.new_ref(np.zeros(1, np.int32)))
         return sizes and Collectives((like.shape, like.dtype), sizes, memory)
 
