@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.replicas import Serving
@@ -192,7 +193,10 @@ class AsyncEngine(Generic[EngineT]):
         following = Following(self)
 
         def submit(engine: EngineT) -> None:
-            following.requests = tuple(function(engine))
+            requests = tuple(function(engine))
+            for request in requests:
+                checks.instance("function: each of what it returns", request, Request)
+            following.requests = requests
             self._told |= {request: _Told(following, number) for number, request in enumerate(following.requests)}
 
         try:

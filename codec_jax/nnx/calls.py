@@ -158,7 +158,7 @@ def generate(
     """
     requests: list[Request] = []
     with _aborting(self, requests):
-        for prompt in prompts:
+        for prompt in _several("prompts", prompts):
             requests += self.submit_samples(prompt, samples, params)
         _finish_all(self, requests)
     return requests
@@ -182,6 +182,7 @@ def score(
     >>> logprobs.shape
     (2,)
     """
+    prompts, completions = _several("prompts", prompts), _several("completions", completions)
     if len(prompts) != len(completions):
         raise ValueError(f"completions: expected one for each of {len(prompts)} prompts, got {len(completions)}")
     params = SamplingParams(max_tokens=0, prompt_logprobs=True)
@@ -223,6 +224,13 @@ def tokens_of(serving: Taking, name: str, prompt: str | Integers) -> Int[np.ndar
         raise ValueError(f"{name}: expected at least one token, got none")
     checks.tokens(name, tokens, serving.config.vocab_size)
     return tokens
+
+
+def _several(name: str, given: Any) -> list[Any]:
+    """Return a list of prompts or completions. Raises ValueError for what is a single one, or none."""
+    if isinstance(given, str) or not np.iterable(given):
+        raise ValueError(f"{name}: expected a list with one for each request, got {given!r:.80}; write [{given!r:.80}]")
+    return list(given)
 
 
 @contextmanager

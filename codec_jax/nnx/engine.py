@@ -224,6 +224,7 @@ class Engine:
 
         Raises ValueError for one that is not pinned.
         """
+        checks.instance("request", request, Request)
         if request not in self._pins:
             raise ValueError(f"request: expected one that pin returned, and that is still pinned, got {request!r}")
         self.abort(request)

@@ -9,6 +9,7 @@ Both are requests of an engine or of replicas, so what they share is computed on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,9 @@ from codec_jax.arrays import Integers
 from codec_jax.nnx.params import MAX_TOP_LOGPROBS, SamplingParams
 from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request
+
+#: Of the power of a length that scores are divided by.
+_MOST_DECIMALS = 300
 
 
 class Beam(NamedTuple):
@@ -103,7 +107,13 @@ def beam_search(
     Source: https://github.com/huggingface/transformers/blob/main/src/transformers/generation/utils.py
     """
     checks.integer("beams", beams)
-    checks.number("length_penalty", length_penalty)
+    power = checks.number("length_penalty", length_penalty) * math.log10(checks.integer("max_tokens", max_tokens))
+    if abs(power) > _MOST_DECIMALS:
+        most = math.floor(_MOST_DECIMALS / math.log10(max_tokens))
+        raise ValueError(
+            f"length_penalty: expected a number from {-most} to {most}, to whose power {max_tokens} max_tokens are a "
+            f"number that scores can be divided by, got {length_penalty}"
+        )
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f'early_stopping: expected True, False or "never", got {early_stopping!r}')
     if checks.integer("results", results) > beams:
@@ -116,7 +126,7 @@ def beam_search(
             f"beams: expected at most {MAX_TOP_LOGPROBS} together with stop_tokens, for which the engine says what is "
             f"likely next, got {beams} beams and {len(stops)} stop_tokens"
         )
-    whole = SamplingParams(max_tokens=checks.integer("max_tokens", max_tokens), stop_tokens=tuple(stops))
+    whole = SamplingParams(max_tokens=max_tokens, stop_tokens=tuple(stops))
     request = engine.submit(prompt, whole)  # refused if the longest completion does not fit
     engine.abort(request)
 

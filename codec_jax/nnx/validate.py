@@ -72,7 +72,7 @@ def appended(
     """Return the tokens that requests get. Raises ValueError for requests or tokens that cannot be."""
     checks.instance("tokens", tokens, Mapping)
     requests = check_in_use(list(tokens), forest.leaf)
-    new = {request: checks.int_vector(f"tokens[{request}]", list(tokens[request])) for request in requests.tolist()}
+    new = {request: checks.int_vector(f"tokens[{request}]", tokens[request]) for request in requests.tolist()}
     for request, given in new.items():
         if not given.size:
             raise ValueError(f"tokens[{request}]: expected at least one token, got none")

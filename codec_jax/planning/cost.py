@@ -197,7 +197,7 @@ class CostModel:
                 raise ValueError(f"fields: expected {sorted(names)}, got {sorted(content)}")
             content["versions"] = list(content["versions"].items())
             return cls(**{name: _frozen(value) for name, value in content.items()})
-        except (ValueError, TypeError, AttributeError) as error:  # of a file that holds something else
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:  # of a file that holds something else
             raise ValueError(
                 f"{path}: expected a cost model of codec_jax, got a damaged or foreign file: {error}; {_MEASURE_AGAIN}"
             ) from None

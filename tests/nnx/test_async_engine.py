@@ -105,6 +105,17 @@ def test_a_fork_is_followed_from_its_first_token_on(engine: Engine, dense: Dense
     assert asyncio.run(main()) == dense.greedy(PROMPTS[1], 12)
 
 
+def test_what_is_followed_and_is_no_request_is_refused_and_nobody_else_suffers(engine: Engine, dense: Dense) -> None:
+    async def main() -> list[int]:
+        async with AsyncEngine(engine) as serving:
+            other = await serving.submit(PROMPTS[0], greedy(20))
+            with pytest.raises(TypeError, match=r"^function: each of what it returns: expected a Request, got int"):
+                await serving.follow(lambda engine: [5])
+            return [token async for _, update in other for token in update.tokens]
+
+    assert asyncio.run(main()) == dense.greedy(PROMPTS[0], 20)
+
+
 def test_one_that_does_not_take_its_updates_holds_up_nobody(engine: Engine, dense: Dense) -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:

@@ -364,6 +364,18 @@ def test_requests_that_can_never_fit_are_refused(engine: Engine) -> None:
     assert engine.idle or engine.stats.waiting == 1
 
 
+@pytest.mark.parametrize("single", [5, None, "text"])
+def test_a_single_prompt_is_no_list_of_prompts(engine: Engine, single: Any) -> None:
+    with pytest.raises(ValueError, match=r"^prompts: expected a list with one for each request"):
+        engine.generate(single)
+    with pytest.raises(ValueError, match=r"^prompts: expected a list with one for each request"):
+        engine.score(single, [[1]])
+    with pytest.raises(ValueError, match=r"^completions: expected a list with one for each request"):
+        engine.score([[1]], single)
+    with pytest.raises(TypeError, match=r"^request: expected a Request"):
+        engine.unpin([single])
+
+
 def test_prompts_are_scored_beside_those_that_compute_them(setup: Setup, dense: Dense) -> None:
     """Where what scores ends, nodes are cut, and what is stored in the same step must not lie on both sides."""
     engine, prompt = make_engine(setup.dense.model), LONG[:150]

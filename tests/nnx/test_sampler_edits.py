@@ -179,6 +179,8 @@ def test_a_long_request_does_not_bound_what_is_appended_to_a_short_one(sampler: 
         ({0: [1, VOCAB]}, rf"^tokens\[0\]: .*got tokens\[0\]\[1\] = {VOCAB}"),
         ({0: [-1]}, r"^tokens\[0\]: .* = -1$"),
         ({0: [0.5]}, r"^tokens\[0\]: expected a list of integers"),
+        ({0: 5}, r"^tokens\[0\]: expected a list of integers"),
+        ({0: None}, r"^tokens\[0\]: expected a list of integers"),
         ({0: [1] * 107}, r"^tokens(\[0\])?: .*got 107"),
     ],
 )

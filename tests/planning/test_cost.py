@@ -107,7 +107,7 @@ def test_a_damaged_or_foreign_file_raises_and_names_the_file_and_what_is_wrong(t
         CostModel.load(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"costs"', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"costs"', "\x00", "[" * 100_000])
 def test_a_file_that_is_no_json_object_raises(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ValueError, match=r"costs.json: expected a cost model"):
