@@ -12,13 +12,12 @@ from functools import partial, reduce
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.between_devices.mailbox import Box, Mailbox, kernel
+from pallas_kernels.between_devices.mailbox import Box, Mailbox, run
 from pallas_kernels.between_devices.numbers import Numbers
 from pallas_kernels.between_devices.sizes import Sizes
-from pallas_kernels.varying import NOWHERE, unvaried
+from pallas_kernels.varying import NOWHERE
 
 
 # A step calls it in every layer: a jitted function is lowered once for all.
@@ -32,18 +31,12 @@ def add_up(mailbox: Mailbox, x: jax.Array, sizes: Sizes) -> tuple[Mailbox, jax.A
       x: bfloat16, float16 or float32, `sizes.words` words.
       sizes: of the mailbox.
     """
-    refs = [jax.new_ref(unvaried(each)) for each in mailbox]
 
-    def body(x: Any, slots: Any, counts: Any, out: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)
-        def add(context: Any, x: Any, slots: Any, counts: Any, out: Any) -> None:
-            box, numbers = Box(sizes, slots, counts), Numbers(x.type.element_type, sizes.width)
-            own = numbers.to_words(numbers.load(x, box.first))
-            parts = [numbers.from_words(words) for words, _ in box.exchange(context, lambda _: (own, []))]
-            numbers.store(reduce(arith.addf, parts), out, box.first)
-
-        add(x, slots, counts, out)
+    def thread(context: Any, box: Box, x: Any, out: Any) -> None:
+        numbers = Numbers(x.type.element_type, sizes.width)
+        own = numbers.to_words(numbers.load(x, box.first))
+        parts = [numbers.from_words(words) for words, _ in box.exchange(context, lambda _: (own, []))]
+        numbers.store(reduce(arith.addf, parts), out, box.first)
 
     out_type = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)
-    total = kernel("add_up", body, out_type, sizes)(unvaried(x), *refs)
-    return Mailbox(*(jax.freeze(ref) for ref in refs)), total
+    return run("add_up", thread, mailbox, [x], out_type, sizes)

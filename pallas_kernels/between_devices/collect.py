@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.between_devices.mailbox import Box, Mailbox, kernel
+from pallas_kernels.between_devices.mailbox import Box, Mailbox, run
 from pallas_kernels.between_devices.numbers import Numbers, word
 from pallas_kernels.between_devices.sizes import Sizes
-from pallas_kernels.varying import NOWHERE, unvaried
+from pallas_kernels.varying import NOWHERE
 
 
 # A step calls it in every layer: a jitted function is lowered once for all.
@@ -27,19 +26,12 @@ def collect(mailbox: Mailbox, x: jax.Array, sizes: Sizes) -> tuple[Mailbox, jax.
       x: bfloat16, float16 or float32, `sizes.words` words.
       sizes: of the mailbox.
     """
-    refs = [jax.new_ref(unvaried(each)) for each in mailbox]
 
-    def body(x: Any, slots: Any, counts: Any, out: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)
-        def gather(context: Any, x: Any, slots: Any, counts: Any, out: Any) -> None:
-            box, numbers = Box(sizes, slots, counts), Numbers(x.type.element_type, sizes.width)
-            own = numbers.to_words(numbers.load(x, box.first))
-            for device, (words, _) in enumerate(box.exchange(context, lambda _: (own, []))):
-                place = arith.addi(box.first, word(device * sizes.words))
-                numbers.store(numbers.from_words(words), out, place)
-
-        gather(x, slots, counts, out)
+    def thread(context: Any, box: Box, x: Any, out: Any) -> None:
+        numbers = Numbers(x.type.element_type, sizes.width)
+        own = numbers.to_words(numbers.load(x, box.first))
+        for device, (words, _) in enumerate(box.exchange(context, lambda _: (own, []))):
+            numbers.store(numbers.from_words(words), out, arith.addi(box.first, word(device * sizes.words)))
 
     out_type = jax.ShapeDtypeStruct((sizes.devices, *x.shape), x.dtype, manual_axis_type=NOWHERE)
-    everyone = kernel("collect", body, out_type, sizes)(unvaried(x), *refs)
-    return Mailbox(*(jax.freeze(ref) for ref in refs)), everyone
+    return run("collect", thread, mailbox, [x], out_type, sizes)

@@ -19,7 +19,7 @@ With three turns that follow each other in a circle nobody writes to what is bei
 Beside its own words a thread may share two with the threads next to it, of which the first one sends and empties them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -73,10 +73,36 @@ def empty(seed: jax.Array, sizes: Sizes) -> Mailbox:
 
     shapes = (_TURNS * sizes.devices * sizes.slot,), (sizes.blocks,)
     out_type = [jax.ShapeDtypeStruct(shape, jnp.int32, manual_axis_type=NOWHERE) for shape in shapes]
-    return Mailbox(*kernel("empty_mailbox", body, out_type, sizes)(unvaried(seed)))
+    return Mailbox(*_kernel("empty_mailbox", body, out_type, sizes)(unvaried(seed)))
 
 
-def kernel(name: str, body: Any, out_type: Any, sizes: Sizes) -> Any:
+def run(
+    name: str, thread: Callable[..., None], mailbox: Mailbox, inputs: Sequence[jax.Array], out_type: Any, sizes: Sizes
+) -> tuple[Mailbox, Any]:
+    """Run a kernel between devices; return the mailbox for the next call, and the results.
+
+    Args:
+      name: of the kernel.
+      thread: does what one thread does, with the context of the kernel, a `Box`, and references to inputs and results.
+      mailbox: of `empty`, or of the call before.
+      inputs: arrays.
+      out_type: shapes and dtypes of the results.
+      sizes: of the mailbox.
+    """
+    refs, count = [jax.new_ref(unvaried(each)) for each in mailbox], len(inputs)
+
+    def body(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def all_of_it(context: Any, *refs: Any) -> None:
+            thread(context, Box(sizes, *refs[count : count + 2]), *refs[:count], *refs[count + 2 :])
+
+        all_of_it(*refs)
+
+    results = _kernel(name, body, out_type, sizes)(*map(unvaried, inputs), *refs)
+    return Mailbox(*(jax.freeze(ref) for ref in refs)), results
+
+
+def _kernel(name: str, body: Any, out_type: Any, sizes: Sizes) -> Any:
     """Make a kernel whose threads have words of a mailbox; it does not wait for other devices to begin."""
     make_params: Any = plgpu.CompilerParams  # the versions differ in its fields
     params = make_params(

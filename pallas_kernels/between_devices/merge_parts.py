@@ -15,16 +15,15 @@ from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.between_devices.mailbox import Box, Mailbox, kernel
+from pallas_kernels.between_devices.mailbox import Box, Mailbox, run
 from pallas_kernels.between_devices.numbers import Numbers, instruct, word, word_type
 from pallas_kernels.between_devices.sizes import Sizes
 from pallas_kernels.by_thread import at_index, global_memory
-from pallas_kernels.varying import NOWHERE, unvaried, vary_like
+from pallas_kernels.varying import NOWHERE, vary_like
 
 Merged = tuple[jax.Array, ...]
 
@@ -45,28 +44,17 @@ def merge_parts(
       sizes: of `sizes.of_merges`.
     """
     given = out, row_max, row_sum
-    refs = [jax.new_ref(unvaried(each)) for each in mailbox]
-
-    def body(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 8)
-        def merge(context: Any, *refs: Any) -> None:
-            _merge(context, sizes, *refs)
-
-        merge(*refs)
-
     heads = out.shape[-2] // sizes.devices
     shapes = (*out.shape[:-2], heads, out.shape[-1]), (*out.shape[:-2], heads), (*out.shape[:-2], heads)
     dtypes = out.dtype, jnp.float32, jnp.float32
     out_type = [jax.ShapeDtypeStruct(*each, manual_axis_type=NOWHERE) for each in zip(shapes, dtypes, strict=True)]
-    merged = kernel("merge_parts", body, out_type, sizes)(*map(unvaried, given), *refs)
-    return Mailbox(*(jax.freeze(ref) for ref in refs)), tuple(vary_like(each, given) for each in merged)
+    mailbox, merged = run("merge_parts", _merge, mailbox, given, out_type, sizes)
+    return mailbox, tuple(vary_like(each, given) for each in merged)
 
 
-def _merge(
-    context: Any, sizes: Sizes, out: Any, row_max: Any, row_sum: Any, slots: Any, counts: Any, *merged: Any
-) -> None:
+def _merge(context: Any, box: Box, out: Any, row_max: Any, row_sum: Any, *merged: Any) -> None:
     """Merge the numbers of one thread."""
-    box, numbers = Box(sizes, slots, counts), Numbers(out.type.element_type, sizes.width)
+    sizes, numbers = box.sizes, Numbers(out.type.element_type, box.sizes.width)
     one, heads = Numbers(ir.F32Type.get(), 1), merged[1].type.shape[-1]
     row_of_head, chunk = arith.divui(box.thread, word(sizes.sharing)), arith.remui(box.thread, word(sizes.sharing))
     row, head = arith.divui(row_of_head, word(heads)), arith.remui(row_of_head, word(heads))
