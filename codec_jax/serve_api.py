@@ -126,7 +126,7 @@ def read_call(content: bytes, chat: bool, served: Served) -> Call:
     fields = {
         name: value
         for name, value in _json_object(content).items()
-        if value is not None and name not in _IGNORED and (name not in _NEUTRAL or value != _NEUTRAL[name])
+        if value is not None and name not in _IGNORED and not _is_neutral(name, value)
     }
     if (model := fields.pop("model", None)) != served.name:
         raise Refused(404, f"model: expected {served.name!r}, got {model!r}", "model")
@@ -140,8 +140,8 @@ def read_call(content: bytes, chat: bool, served: Served) -> Call:
         raise ValueError(
             f"prompt: expected at most {MAX_ANSWERS} answers, got {len(prompts)} prompts with n = {samples}"
         )
-    limit, older = fields.pop("max_completion_tokens", None), fields.pop("max_tokens", None)
-    limit = older if limit is None else limit
+    newer, older = fields.pop("max_completion_tokens", None), fields.pop("max_tokens", None)
+    limit, of = (older, "max_tokens") if newer is None else (newer, "max_completion_tokens")
     seed = fields.pop("seed", None)
     if seed is not None:
         seed = checks.integer("seed", seed, -(2**63), 2**63) % 2**32
@@ -152,7 +152,7 @@ def read_call(content: bytes, chat: bool, served: Served) -> Call:
     requests = []
     for i, prompt in enumerate(prompts):
         left = max(served.max_context - len(prompt), 1)
-        tokens = (left if chat else min(left, 16)) if limit is None else checks.integer("max_tokens", limit)
+        tokens = (left if chat else min(left, 16)) if limit is None else checks.integer(of, limit)
         drawn = secrets.randbits(32) if seed is None else seed
         requests.append((prompt, SamplingParams(max_tokens=tokens, seed=drawn, stream=i * samples, **params)))
     return Call(chat, requests, samples, stream, usage, logprobs)
@@ -168,6 +168,11 @@ def _json_object(content: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ValueError(f"body: expected a JSON object, got {repr(body)[:100]}")
     return body
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a field asks for nothing; True is no 1 and False no 0, which they equal."""
+    return name in _NEUTRAL and value == _NEUTRAL[name] and isinstance(value, bool) == isinstance(_NEUTRAL[name], bool)
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -210,14 +215,15 @@ def _chat(fields: dict[str, Any], served: Served) -> list[int]:
 def _sampling(fields: dict[str, Any], chat: bool, served: Served) -> tuple[bool, dict[str, Any]]:
     """Take what says how tokens are drawn; return whether log-probabilities are wanted, and parameters by name."""
     params = {name: fields.pop(name) for name in _SAME if name in fields}
-    if (top_k := fields.pop("top_k", -1)) not in (-1, 0):  # vLLM's signs for all of them
+    top_k = fields.pop("top_k", -1)
+    if isinstance(top_k, bool) or top_k not in (-1, 0):  # vLLM's signs for all of them
         params["top_k"] = top_k
     stop, also, biases = fields.pop("stop", ()), fields.pop("stop_token_ids", []), fields.pop("logit_bias", {})
     params["stop"] = [stop] if isinstance(stop, str) else stop
     if not _is_tokens(also):
         raise ValueError(f"stop_token_ids: expected token ids, got {repr(also)[:100]}")
     params["stop_tokens"] = (*served.checkpoint.stop_tokens, *also)
-    if not isinstance(biases, dict) or not all(re.fullmatch("[0-9]{1,10}", token) for token in biases):
+    if not isinstance(biases, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,9}", token) for token in biases):
         raise ValueError(f"logit_bias: expected token ids with numbers, got {repr(biases)[:100]}")
     params["logit_bias"] = {int(token): bias for token, bias in biases.items()}
     if not chat:

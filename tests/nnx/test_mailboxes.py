@@ -69,9 +69,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize(
-    ("context", "tensor", "gathers"), [(1, 2, False), (2, 2, True), (4, 1, False)], ids=["1x2", "2x2", "4x1"]
-)
+@pytest.mark.parametrize(("context", "tensor", "gathers"), [(1, 2, False), (2, 2, True)], ids=["1x2", "2x2"])
 def test_layers_exchange_through_mailboxes(
     context: int, tensor: int, gathers: bool, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
