@@ -126,7 +126,7 @@ class Step:
         def decode(model: Decoder, *rest: object, parallel: Parallel) -> tuple:
             return decode_loop(model, STEPS, None, *rest, parallel=parallel)
 
-        loop = program(placed.graph, placed.config, mesh, decode, donate=(1,), mailboxes=mailboxes)
+        loop = program(placed.graph, placed.config, mesh, decode, donate=(1,), mailboxes=placed.mailboxes)
         start = time.perf_counter()
         other = patch("codec_jax.nnx.batch.forest_attention", attention) if attention else nullcontext()
         with other:

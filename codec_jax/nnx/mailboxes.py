@@ -110,9 +110,9 @@ class Mailbox:
         return self._run(merge_parts, *partial)
 
     def _run(self, kernel: Callable[..., tuple[Any, Any]], *arrays: Array) -> Any:
-        from pallas_kernels.between_devices import mailbox
+        from pallas_kernels.between_devices.mailbox import Memory
 
-        memory, result = kernel(mailbox.Mailbox(*(ref[...] for ref in self.memory)), *arrays, sizes=self.sizes)
+        memory, result = kernel(Memory(*(ref[...] for ref in self.memory)), *arrays, sizes=self.sizes)
         for ref, new in zip(self.memory, memory, strict=True):
             ref[...] = new
         return result

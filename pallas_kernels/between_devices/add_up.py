@@ -14,8 +14,7 @@ from typing import Any
 import jax
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.between_devices.mailbox import Box, Mailbox, run
-from pallas_kernels.between_devices.numbers import Numbers
+from pallas_kernels.between_devices.mailbox import Box, Memory, run
 from pallas_kernels.between_devices.sizes import Sizes
 from pallas_kernels.varying import NOWHERE
 
@@ -23,7 +22,7 @@ from pallas_kernels.varying import NOWHERE
 # A step calls it in every layer: a jitted function is lowered once for all.
 @partial(jax.jit, static_argnames="sizes")
 @jax.enable_x64(False)  # the kernel counts in int32
-def add_up(mailbox: Mailbox, x: jax.Array, sizes: Sizes) -> tuple[Mailbox, jax.Array]:
+def add_up(mailbox: Memory, x: jax.Array, sizes: Sizes) -> tuple[Memory, jax.Array]:
     """Return the mailbox for the next call, and the sum of what the devices have.
 
     Args:
@@ -33,9 +32,7 @@ def add_up(mailbox: Mailbox, x: jax.Array, sizes: Sizes) -> tuple[Mailbox, jax.A
     """
 
     def thread(context: Any, box: Box, x: Any, out: Any) -> None:
-        numbers = Numbers(x.type.element_type, sizes.width)
-        own = numbers.to_words(numbers.load(x, box.first))
-        parts = [numbers.from_words(words) for words, _ in box.exchange(context, lambda _: (own, []))]
+        numbers, parts = box.everyone(context, x)
         numbers.store(reduce(arith.addf, parts), out, box.first)
 
     out_type = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)

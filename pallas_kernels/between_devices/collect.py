@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.between_devices.mailbox import Box, Mailbox, run
-from pallas_kernels.between_devices.numbers import Numbers, word
+from pallas_kernels.between_devices.mailbox import Box, Memory, run
+from pallas_kernels.between_devices.numbers import word
 from pallas_kernels.between_devices.sizes import Sizes
 from pallas_kernels.varying import NOWHERE
 
@@ -18,7 +18,7 @@ from pallas_kernels.varying import NOWHERE
 # A step calls it in every layer: a jitted function is lowered once for all.
 @partial(jax.jit, static_argnames="sizes")
 @jax.enable_x64(False)  # the kernel counts in int32
-def collect(mailbox: Mailbox, x: jax.Array, sizes: Sizes) -> tuple[Mailbox, jax.Array]:
+def collect(mailbox: Memory, x: jax.Array, sizes: Sizes) -> tuple[Memory, jax.Array]:
     """Return the mailbox for the next call, and what the devices have, [devices, ...]; 0.0 for -0.0.
 
     Args:
@@ -28,10 +28,9 @@ def collect(mailbox: Mailbox, x: jax.Array, sizes: Sizes) -> tuple[Mailbox, jax.
     """
 
     def thread(context: Any, box: Box, x: Any, out: Any) -> None:
-        numbers = Numbers(x.type.element_type, sizes.width)
-        own = numbers.to_words(numbers.load(x, box.first))
-        for device, (words, _) in enumerate(box.exchange(context, lambda _: (own, []))):
-            numbers.store(numbers.from_words(words), out, arith.addi(box.first, word(device * sizes.words)))
+        numbers, parts = box.everyone(context, x)
+        for device, part in enumerate(parts):
+            numbers.store(part, out, arith.addi(box.first, word(device * sizes.words)))
 
     out_type = jax.ShapeDtypeStruct((sizes.devices, *x.shape), x.dtype, manual_axis_type=NOWHERE)
     return run("collect", thread, mailbox, [x], out_type, sizes)

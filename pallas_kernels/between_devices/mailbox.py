@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
-from pallas_kernels.between_devices.numbers import instruct, word, word_type
+from pallas_kernels.between_devices.numbers import Numbers, instruct, word, word_type
 from pallas_kernels.between_devices.sizes import SHARED, THREADS, Sizes
 from pallas_kernels.by_thread import at_index, global_memory
 from pallas_kernels.varying import NOWHERE, unvaried
@@ -41,8 +41,8 @@ EMPTY = -(2**31)
 _TURNS = 3
 
 
-class Mailbox(NamedTuple):
-    """The memory of a device, int32."""
+class Memory(NamedTuple):
+    """What a device has of a mailbox, int32."""
 
     slots: jax.Array  # [turns x devices x words of a slot]
     counts: jax.Array  # [blocks], calls so far
@@ -50,7 +50,7 @@ class Mailbox(NamedTuple):
 
 @partial(jax.jit, static_argnames="sizes")
 @jax.enable_x64(False)  # the kernel counts in int32
-def empty(seed: jax.Array, sizes: Sizes) -> Mailbox:
+def empty(seed: jax.Array, sizes: Sizes) -> Memory:
     """Return a mailbox. All devices have to have theirs before any of them sends something.
 
     For XLA its numbers are results of a kernel like any other: what depends on them comes after.
@@ -73,12 +73,12 @@ def empty(seed: jax.Array, sizes: Sizes) -> Mailbox:
 
     shapes = (_TURNS * sizes.devices * sizes.slot,), (sizes.blocks,)
     out_type = [jax.ShapeDtypeStruct(shape, jnp.int32, manual_axis_type=NOWHERE) for shape in shapes]
-    return Mailbox(*_kernel("empty_mailbox", body, out_type, sizes)(unvaried(seed)))
+    return Memory(*_kernel("empty_mailbox", body, out_type, sizes)(unvaried(seed)))
 
 
 def run(
-    name: str, thread: Callable[..., None], mailbox: Mailbox, inputs: Sequence[jax.Array], out_type: Any, sizes: Sizes
-) -> tuple[Mailbox, Any]:
+    name: str, thread: Callable[..., None], mailbox: Memory, inputs: Sequence[jax.Array], out_type: Any, sizes: Sizes
+) -> tuple[Memory, Any]:
     """Run a kernel between devices; return the mailbox for the next call, and the results.
 
     Args:
@@ -99,7 +99,7 @@ def run(
         all_of_it(*refs)
 
     results = _kernel(name, body, out_type, sizes)(*map(unvaried, inputs), *refs)
-    return Mailbox(*(jax.freeze(ref) for ref in refs)), results
+    return Memory(*(jax.freeze(ref) for ref in refs)), results
 
 
 def _kernel(name: str, body: Any, out_type: Any, sizes: Sizes) -> Any:
@@ -124,6 +124,17 @@ class Box:
         #: The number of this thread among all, and its first word.
         self.thread = arith.addi(arith.muli(self._block, word(THREADS)), mgpu.utils.thread_idx())
         self.first = arith.muli(self.thread, word(sizes.width))
+
+    def everyone(self, context: Any, x: Any) -> tuple[Numbers, list[Any]]:
+        """Send the numbers of this thread to every device; return how they are stored, and those of each device.
+
+        Args:
+          context: of the kernel.
+          x: reference to an array, of `sizes.words` words.
+        """
+        numbers = Numbers(x.type.element_type, self.sizes.width)
+        own = numbers.to_words(numbers.load(x, self.first))
+        return numbers, [numbers.from_words(words) for words, _ in self.exchange(context, lambda _: (own, []))]
 
     def exchange(self, context: Any, words_for: Callable[[Any], tuple[list[Any], list[Any]]]) -> list[tuple]:
         """Send words to every device, and return what each of them sent.

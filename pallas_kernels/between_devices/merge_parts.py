@@ -19,21 +19,19 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.between_devices.mailbox import Box, Mailbox, run
+from pallas_kernels.between_devices.mailbox import Box, Memory, run
 from pallas_kernels.between_devices.numbers import Numbers, instruct, word, word_type
 from pallas_kernels.between_devices.sizes import Sizes
 from pallas_kernels.by_thread import at_index, global_memory
 from pallas_kernels.varying import NOWHERE, vary_like
-
-Merged = tuple[jax.Array, ...]
 
 
 # A step calls it in every layer: a jitted function is lowered once for all.
 @partial(jax.jit, static_argnames="sizes")
 @jax.enable_x64(False)  # the kernel counts in int32
 def merge_parts(
-    mailbox: Mailbox, out: jax.Array, row_max: jax.Array, row_sum: jax.Array, sizes: Sizes
-) -> tuple[Mailbox, Merged]:
+    mailbox: Memory, out: jax.Array, row_max: jax.Array, row_sum: jax.Array, sizes: Sizes
+) -> tuple[Memory, tuple[jax.Array, ...]]:
     """Return the mailbox for the next call, and merged output, maximum and sum of the heads of this device.
 
     Args:

@@ -29,20 +29,20 @@ class Numbers:
 
     def to_words(self, numbers: Any) -> list[Any]:
         """Return words of numbers, none of which is -0.0: it becomes 0.0."""
-        kept = vector.bitcast(self._words, self._as_stored(arith.addf(numbers, self.all(0.0))))
+        zero = mgpu.c(0.0, ir.F32Type.get())
+        kept = vector.bitcast(self._words, self._as_stored(arith.addf(numbers, self._all(zero))))
         return [vector.extract(kept, [], [i]) for i in range(self._words.shape[0])]
 
     def from_words(self, words: list[Any]) -> Any:
         """Return the numbers that words hold, float32."""
         return self._as_wide(vector.bitcast(self._stored, vector.from_elements(self._words, words)))
 
-    def all(self, number: float) -> Any:
-        """Return as many numbers, all of which are this one."""
-        return vector.broadcast(self._wide, mgpu.c(number, ir.F32Type.get()))
-
     def times(self, numbers: Any, factor: Any) -> Any:
         """Multiply numbers with one, float32."""
-        return arith.mulf(numbers, vector.broadcast(self._wide, factor))
+        return arith.mulf(numbers, self._all(factor))
+
+    def _all(self, number: Any) -> Any:
+        return vector.broadcast(self._wide, number)
 
     def _as_wide(self, numbers: Any) -> Any:
         return numbers if self._stored == self._wide else arith.extf(self._wide, numbers)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-THREADS = 128  # of a thread block
+THREADS = 128  # of a thread block, as in `by_thread`, which not every JAX can import
 #: Words that threads share.
 SHARED = 2
 #: A device sends its part to each of the others. XLA's collectives send less where it is more than that.
@@ -72,6 +72,6 @@ def of_merges(out: Any, devices: int, stride: int = 1) -> Sizes | None:
 
 def _checked(x: Any, sizes: Sizes) -> Sizes | None:
     is_whole_words = x.dtype in _DTYPES and x.shape[-1] * x.dtype.itemsize % 4 == 0
-    is_even = sizes.words > 0 and sizes.words % THREADS == 0
-    fits = is_whole_words and is_even and sizes.blocks <= _MOST_BLOCKS and sizes.sent_bytes <= _MOST_BYTES
+    is_whole_blocks = sizes.words > 0 and sizes.words % THREADS == 0
+    fits = is_whole_words and is_whole_blocks and sizes.blocks <= _MOST_BLOCKS and sizes.sent_bytes <= _MOST_BYTES
     return sizes if fits else None

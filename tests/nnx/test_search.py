@@ -238,11 +238,7 @@ def test_logits_that_are_not_finite_end_a_search(setup: Setup) -> None:
         ([1], {"results": 5}, "results: expected at most beams = 4, got 5"),
         ([1], {"early_stopping": "always"}, "early_stopping: expected True, False or \"never\", got 'always'"),
         ([1], {"length_penalty": np.nan}, "length_penalty: expected a finite number, got nan"),
-        (
-            [1],
-            {"length_penalty": 2000},
-            "length_penalty: expected a number from -628 to 628",
-        ),
+        ([1], {"length_penalty": 2000}, "length_penalty: expected a number from -628 to 628"),
         ([1], {"length_penalty": -2000.0}, "length_penalty: expected a number from -628 to 628"),
         ([1], {"beams": 20, "stop_tokens": [2]}, "beams: expected at most 20 together with stop_tokens"),
         ([1], {"stop_tokens": [VOCAB]}, r"stop_tokens: expected tokens in \[0, 48\)"),
