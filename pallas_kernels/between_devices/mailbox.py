@@ -39,6 +39,8 @@ from pallas_kernels.varying import NOWHERE, unvaried
 #: As float32 it is -0.0; of two numbers of 16 bits the second is. Neither is sent: 0.0 is.
 EMPTY = -(2**31)
 _TURNS = 3
+#: A device that died sends nothing. Who waits looks so often, a minute or more, and then ends with an error.
+_MOST_LOOKS = 1 << 27
 
 
 class Memory(NamedTuple):
@@ -169,7 +171,7 @@ class Box:
     @property
     def is_first(self) -> Any:
         """Whether this thread is the first of those that share words."""
-        return arith.cmpi(arith.CmpIPredicate.eq, arith.remui(self.thread, word(self.sizes.sharing)), word(0))
+        return _equal(arith.remui(self.thread, word(self.sizes.sharing)), word(0))
 
     def _send(self, context: Any, turn: Any, words_for: Callable[[Any], tuple[list[Any], list[Any]]]) -> None:
         me, devices, stride = context.device_id(), word(self.sizes.devices), word(self.sizes.stride)
@@ -189,18 +191,22 @@ class Box:
 
     def _wait(self, index: Any, width: int) -> list[Any]:
         """Wait for words that begin at one of the slots."""
-        place, types = at_index(global_memory(self._slots), [index], word_type()), [word_type()] * width
+        place = at_index(global_memory(self._slots), [index], word_type())
         names = ", ".join(f"${i}" for i in range(width))
-        loop = scf.WhileOp(types, [])
-        with ir.InsertionPoint(loop.before.blocks.append()):
-            load = f"ld.relaxed.sys.global{_SHAPES[width]} {{{names}}}, [${width}];"
+        load = f"ld.relaxed.sys.global{_SHAPES[width]} {{{names}}}, [${width}];"
+        loop = scf.WhileOp([word_type()] * (1 + width), [word(0)])
+        before = loop.before.blocks.append(word_type())
+        with ir.InsertionPoint(before):
             come = instruct(load, place, results=width)
-            scf.condition(
-                reduce(arith.ori, [arith.cmpi(arith.CmpIPredicate.eq, each, word(EMPTY)) for each in come]), come
-            )
-        with ir.InsertionPoint(loop.after.blocks.append(*types)):
-            scf.yield_([])
-        return list(loop.results)
+            is_missing = reduce(arith.ori, [_equal(each, word(EMPTY)) for each in come])
+            scf.condition(is_missing, [*before.arguments, *come])
+        after = loop.after.blocks.append(*[word_type()] * (1 + width))
+        with ir.InsertionPoint(after):
+            looks = arith.addi(after.arguments[0], word(1))
+            with mgpu.when(_equal(looks, word(_MOST_LOOKS))):
+                instruct("trap;")
+            scf.yield_([looks])
+        return list(loop.results)[1:]
 
     def _place(self, turn: Any, device: Any) -> Any:
         """Return the first word of a slot."""
@@ -219,6 +225,10 @@ class Box:
         if self.sizes.sharing:
             with mgpu.when(self.is_first):
                 _store(instruction, slots, arith.addi(place, self._shared), words)
+
+
+def _equal(a: Any, b: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
 
 
 _SHAPES = {1: ".b32", 2: ".v2.b32", 4: ".v4.b32"}

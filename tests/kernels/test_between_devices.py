@@ -1,7 +1,10 @@
 """Kernels of several GPUs that write to each other's memory: lowered here, and held to float64 on GPUs."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +24,34 @@ DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 CALLS = 11
 FIRST = np.int32(0)  # what a mailbox is made of
 needs_jax_0_11 = pytest.mark.skipif(not REACHES_OTHER_DEVICES, reason="a kernel of JAX 0.10 waits for others first")
+
+
+#: A program in which only the first device sends.
+LOST = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np
+import jax.experimental.mosaic.gpu as mgpu
+from jaxlib.mlir.dialects import arith
+from pallas_kernels.between_devices import mailbox, numbers
+
+sys.path.append(sys.argv[1])
+from test_between_devices import mesh_of, sums_on
+
+send = mailbox.Box._send
+def send_from_the_first(box, context, *arguments):
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, context.device_id(), numbers.word(0))
+    with mgpu.when(is_first):
+        send(box, context, *arguments)
+
+mailbox.Box._send, mailbox._MOST_LOOKS = send_from_the_first, 1 << 16
+devices = len(jax.devices())
+try:
+    print("sums:", np.asarray(sums_on(mesh_of(1, devices))(np.ones((devices, 3, 16, 1, 2560), jnp.bfloat16))))
+except jax.errors.JaxRuntimeError as error:
+    print("error:", error)
+sys.stdout.flush()
+os._exit(0)  # nothing can be freed on such a GPU
+"""
 
 
 def mesh_of(context: int, tensor: int, axes: tuple[str, str] = AXES, devices: Any = None) -> Mesh:
@@ -236,3 +267,11 @@ class TestOnSeveralGPUs:
         numbers = np.broadcast_to(np.arange(1, calls + 1).reshape(-1, 1, 1, 1), (devices, calls, 16, 1, 2560))
         totals = np.asarray(run((turns, numbers.astype(jnp.bfloat16))), np.float64)
         assert (totals == devices * numbers).all()
+
+    def test_who_waits_for_a_device_that_sends_nothing_ends_with_an_error(self) -> None:
+        """It ends all that its process has on the GPU, so a process of its own does it."""
+        command = [sys.executable, "-c", LOST, str(Path(__file__).parent)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.startswith("error:")
+        assert "sums:" not in done.stdout
