@@ -111,11 +111,9 @@ class Step:
         cache: tuple[KVPages, ...],
         attention: Callable[..., Array] | None = None,
         mesh: Mesh | None = None,
-        mailboxes: bool = False,
     ) -> None:
         """Compile; `attention` takes the place of `forest_attention` in every layer. `cache` is used up."""
         placed = PlacedDecoder.of(model, mesh)
-        placed = placed.with_mailboxes() if mailboxes else placed
         batch, vocab = forest.request_capacity, model.config.vocab_size
         logits = first_logits(model.config, batch)
         # Each call sends the parts of a plan to their devices, as the sampler's do.
@@ -126,7 +124,7 @@ class Step:
         def decode(model: Decoder, *rest: object, parallel: Parallel) -> tuple:
             return decode_loop(model, STEPS, None, *rest, parallel=parallel)
 
-        loop = program(placed.graph, placed.config, mesh, decode, donate=(1,), mailboxes=placed.mailboxes)
+        loop = program(placed.graph, placed.config, mesh, decode, donate=(1,))
         start = time.perf_counter()
         other = patch("codec_jax.nnx.batch.forest_attention", attention) if attention else nullcontext()
         with other:
@@ -156,7 +154,7 @@ def _options(batch: int, vocab: int, temperature: float, top_p: float) -> RowOpt
     return jax.device_put(RowOptions.of(rows, vocab))
 
 
-def paged(model: Decoder, case: SharedDocument, share: bool, mesh: Mesh | None = None, mailboxes: bool = False) -> Step:
+def paged(model: Decoder, case: SharedDocument, share: bool, mesh: Mesh | None = None) -> Step:
     """Decode over the forest, or over the same pages with each request by itself."""
     forest, num_pages = case.forest(Parallel.of(mesh).context)
     forest = forest if share else forest.unshared()
@@ -166,7 +164,7 @@ def paged(model: Decoder, case: SharedDocument, share: bool, mesh: Mesh | None =
     else:
         layers = range(model.config.num_layers)
         cache = tuple(random_pages_on(model.config, case, layer, mesh) for layer in layers)
-    return Step(model, forest, plan, cache, mesh=mesh, mailboxes=mailboxes)
+    return Step(model, forest, plan, cache, mesh=mesh)
 
 
 def plans_of(config: DecoderConfig, forest: Forest, num_pages: int, parallel: Parallel = ALONE) -> Plans:

@@ -80,7 +80,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--layers", type=int, help="how many to keep; all that fit by default")
     parser.add_argument("--gpus", type=int, nargs="+", help="of a mesh; by default all numbers that divide those here")
-    parser.add_argument("--mailboxes", action="store_true", help="kernels between devices in place of collectives")
     parser.add_argument("--data", action="store_true", help="as many meshes at once as there are GPUs for")
     parser.add_argument("--no-exchanges", action="store_true", help="steps and attention only")
     if parser.parse_args().predict:
@@ -100,9 +99,7 @@ def main() -> None:
             parser.error(f"--gpus: expected numbers that divide the {count} GPUs here, got {unfit}")
         meshes = [group for size in sizes for group in groups(config, size)]
         exchanged = [] if arguments.no_exchanges else cases
-        how = arguments.data, arguments.mailboxes
-        common |= {"mailboxes": True} if arguments.mailboxes else {}
-        measured = (row | common for row in measure_all(config, meshes, cases, roots, exchanged, *how))
+        measured = (row | common for row in measure_all(config, meshes, cases, roots, exchanged, arguments.data))
     conclude("scaling", collect(measured, arguments.json), arguments.json)
 
 
@@ -127,14 +124,13 @@ def measure_all(
     roots: list[SharedDocument],
     exchanged: list[SharedDocument],
     data: bool = False,
-    mailboxes: bool = False,
 ) -> Iterator[dict]:
     """Yield rows of steps, of attention over long roots, and of each exchange that the steps of some cases make.
 
     The first mesh is the one that the logits of the others are held to.
     """
     machine, costs = machine_here(), costs_of_an_h200()
-    yield from measure_steps(config, meshes, cases, data, mailboxes)
+    yield from measure_steps(config, meshes, cases, data)
     whole_heads = [group for group in meshes if group.tensor <= config.num_kv_heads]
     for case, group in tqdm(list(product(roots, whole_heads))):
         expected = layer_attention_us(config, case, group, machine, costs)
@@ -152,7 +148,6 @@ def measure_steps(
     meshes: list[Parallel],
     cases: list[SharedDocument],
     data: bool = False,
-    mailboxes: bool = False,
 ) -> Iterator[dict]:
     """Yield rows of steps, on one mesh or on as many as there are devices for.
 
@@ -166,7 +161,7 @@ def measure_steps(
         expected = sum(step_us(config, case, group, machine, costs).values())
         count = len(jax.devices()) // group.devices if data else 1
         row = described(case, group, count=count) | {"variant": "step", "predicted_us": expected}
-        yield row | taken(partial(measure_step, model, case, group, count, references, mailboxes))
+        yield row | taken(partial(measure_step, model, case, group, count, references))
 
 
 def described(case: SharedDocument, group: Parallel, what: str = "", count: int = 1) -> dict:
@@ -209,12 +204,10 @@ def measure_step(
     group: Parallel,
     count: int,
     references: dict[SharedDocument, np.ndarray],
-    mailboxes: bool,
 ) -> dict:
     """Compare the first logits with those of one GPU, and time a token of every request, on so many meshes at once."""
     meshes = [None] if group == ALONE and count == 1 else [mesh_of(group, number) for number in range(count)]
-    boxed = mailboxes and group != ALONE
-    steps = [paged(model, case, share=True, mesh=mesh, mailboxes=boxed) for mesh in meshes]
+    steps = [paged(model, case, share=True, mesh=mesh) for mesh in meshes]
     first = [np.asarray(step(tokens=1)) for step in steps]
     reference = references.setdefault(case, first[0])
     return {

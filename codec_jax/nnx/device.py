@@ -67,7 +67,7 @@ class Device:
         self._blocks = intervals.block_capacity(self._rows, self._max_context)
         self._steps, self._fewest = steps, 1 if runs_to_its_end() and not cache.invariant else steps
         self._programs = {
-            turns: _program(model.graph, model.config, model.mesh, model.mailboxes, turns, implementation)
+            turns: _program(model.graph, model.config, model.mesh, turns, implementation)
             for turns in {1, steps}
         }
         same = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
@@ -242,7 +242,6 @@ def _program(
     graph: nnx.GraphDef[Decoder],
     config: DecoderConfig,
     mesh: Mesh | None,
-    mailboxes: bool,
     steps: int,
     implementation: str | None,
 ) -> Program:
@@ -251,4 +250,4 @@ def _program(
     def run(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
         return run_step(model, steps, implementation, *rest, parallel=parallel)
 
-    return program(graph, config, mesh, run, donate=(1, 2), mailboxes=mailboxes)
+    return program(graph, config, mesh, run, donate=(1, 2))

@@ -9,6 +9,7 @@ What the kernels do not take, or what is too large to send to every device, is l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,20 @@ def why_not(mesh: Mesh) -> str | None:
     return None
 
 
-def stride_of(mesh: Mesh) -> int:
-    """Return the way from one device of the axis "context" to the next, in the order of all."""
+def stride_of(mesh: Mesh) -> int | None:
+    """Return the way from one device of the axis "context" to the next, in the order of all; None without mailboxes.
+
+    Warns, once, of GPUs that have none.
+    """
+    if mesh.size == 1:
+        return None
+    if reason := why_not(mesh):
+        if mesh.devices.flat[0].platform == "gpu":
+            # The registry of `warnings` shows a text once per process and line.
+            warnings.warn(
+                f"mesh: devices exchange by XLA's collectives, with which a step takes longer; {reason}", stacklevel=1
+            )
+        return None
     return 1 if mesh.axis_names[-1] == CONTEXT else axis_size(mesh, TENSOR)
 
 

@@ -46,7 +46,7 @@ class SamplerDevice:
         """Nothing is allocated and nothing compiled before it is needed; intervals plan the waves."""
         self.model, self._intervals, self._max_requests = model, intervals, max_requests
         self._sizes = num_pages, page_size, reconstructed_pages
-        described = model.graph, model.config, model.mesh, model.mailboxes, implementation
+        described = model.graph, model.config, model.mesh, implementation
         self.prefill_program = _prefill_program(*described)
         # By the turns alone: to find it among those of all samplers takes a hash of the model's graph.
         self.decode_program = cached(partial(_decode_program, *described))
@@ -99,7 +99,6 @@ def _prefill_program(
     graph: nnx.GraphDef[Decoder],
     config: DecoderConfig,
     mesh: Mesh | None,
-    mailboxes: bool,
     implementation: str | None,
 ) -> Program:
     """Return a jitted wave; samplers of one model have the same, so that a second one compiles nothing."""
@@ -107,7 +106,7 @@ def _prefill_program(
     def prefill(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
         return prefill_step(model, implementation, *rest, parallel=parallel)
 
-    return program(graph, config, mesh, prefill, donate=(1,), mailboxes=mailboxes)
+    return program(graph, config, mesh, prefill, donate=(1,))
 
 
 @lru_cache(maxsize=16)
@@ -115,7 +114,6 @@ def _decode_program(
     graph: nnx.GraphDef[Decoder],
     config: DecoderConfig,
     mesh: Mesh | None,
-    mailboxes: bool,
     implementation: str | None,
     turns: int,
 ) -> Program:
@@ -124,4 +122,4 @@ def _decode_program(
     def decode(model: Decoder, *rest: Any, parallel: Parallel) -> tuple:
         return decode_loop(model, turns, implementation, *rest, parallel=parallel)
 
-    return program(graph, config, mesh, decode, donate=(1,), mailboxes=mailboxes)
+    return program(graph, config, mesh, decode, donate=(1,))

@@ -25,7 +25,7 @@ from codec_jax.forest import KVPages, LatentPages, LatentQuantisation, Pages, Qu
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
-from codec_jax.nnx.mailboxes import stride_of, why_not
+from codec_jax.nnx.mailboxes import stride_of
 from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
 from codec_jax.nnx.weights import dotted, split
 from codec_jax.planning import Plan
@@ -111,7 +111,6 @@ class PlacedDecoder:
     config: DecoderConfig  # of the whole decoder
     mesh: Mesh | None  # None: the weights are whole
     kinds: Mapping[str, jax.ShapeDtypeStruct]  # of the whole parameters, by dotted path
-    mailboxes: bool = False  # whether devices exchange by writing to each other's memory
 
     @classmethod
     def of(cls, model: Decoder | PlacedDecoder, mesh: Mesh | None = None) -> PlacedDecoder:
@@ -133,29 +132,6 @@ class PlacedDecoder:
         graph, weights = split(model)
         check_sizes(model.config, Parallel.of(mesh))
         return cls(graph, _divided(weights, model.config, mesh), model.config, mesh, _kinds(weights))
-
-    def with_mailboxes(self) -> PlacedDecoder:
-        """Return one whose devices exchange by kernels that write to each other's memory, while a step goes on.
-
-        XLA's collectives, which it has otherwise, interrupt a step; what is too large to go to every device is left to
-        them. This is new, and has not run for long.
-
-        Raises ValueError where kernels cannot, and says why.
-
-        >>> from codec_jax.nnx import PlacedDecoder
-        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-        >>> PlacedDecoder.of(Decoder(config, nnx.Rngs(0))).with_mailboxes()
-        Traceback (most recent call last):
-        ...
-        ValueError: mesh: expected several devices, got None; pass one to PlacedDecoder.of, or leave this out
-        """
-        if self.mesh is None:
-            raise ValueError(
-                "mesh: expected several devices, got None; pass one to PlacedDecoder.of, or leave this out"
-            )
-        if reason := why_not(self.mesh):
-            raise ValueError(f"mesh: expected devices that write to each other's memory, but {reason}; leave this out")
-        return replace(self, mailboxes=True)
 
     def updated(self, model: Decoder | PlacedDecoder) -> PlacedDecoder:
         """Return one with the weights that a model has now.
@@ -244,15 +220,13 @@ def program(
     mesh: Mesh | None,
     function: Callable[..., tuple],
     donate: tuple[int, ...],
-    mailboxes: bool = False,
 ) -> Program:
     """Return a jitted program of weights and further arguments.
 
     `function` gets the decoder, further arguments and `parallel`. It returns KV pages, and what is the same everywhere.
-    Where there are mailboxes it exchanges through them.
     """
     parallel = Parallel.of(mesh)
-    if mesh is not None and mailboxes:
+    if mesh is not None:
         parallel = replace(parallel, stride=stride_of(mesh))
 
     def run(weights: nnx.State, *arguments: Any) -> tuple:

@@ -3,8 +3,10 @@
 Where there are no GPUs collectives take the place of the kernels, which have tests of their own.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from codec_jax.attention.exchange import merge_heads
-from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, mailboxes, parallel, shards
+from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, mailboxes, parallel
 from codec_jax.nnx.mailboxes import Mailbox
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_merges
 
@@ -65,7 +67,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(Collectives, "counts", counted, raising=False)
     monkeypatch.setattr(Mailbox, "_open", staticmethod(open_one))
-    monkeypatch.setattr(shards, "why_not", lambda _: None)
+    monkeypatch.setattr(mailboxes, "why_not", lambda _: None)
     return counted
 
 
@@ -75,7 +77,7 @@ def test_layers_exchange_through_mailboxes(
 ) -> None:
     if gathers:
         monkeypatch.setattr(parallel, "_BYTES_OF_A_GATHER", 0)
-    placed = PlacedDecoder.of(WHOLE.model, mesh_of(context, tensor)).with_mailboxes()
+    placed = PlacedDecoder.of(WHOLE.model, mesh_of(context, tensor))
     sampler = Sampler(placed, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=2)
     state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
     counts.clear()
@@ -88,20 +90,21 @@ def test_layers_exchange_through_mailboxes(
     assert counts == Counter(sums=2 * layers, merges=merges, gathers=merges if gathers else 0)
 
 
-def test_other_weights_exchange_as_those_before(counts: Counter[str]) -> None:
-    placed = PlacedDecoder.of(WHOLE.model, mesh_of(1, 2)).with_mailboxes()
-    assert placed.updated(Decoder(CONFIG, nnx.Rngs(1))).mailboxes
-    assert PlacedDecoder.of(placed).mailboxes
+def test_gpus_that_have_none_are_told_of_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100", id=0)
+    of_two, of_one = (
+        SimpleNamespace(devices=np.asarray([device] * count), size=count, axis_names=("tensor",)) for count in (2, 1)
+    )
+    with pytest.warns(UserWarning, match=r"mesh: .*collectives.*needs a Hopper GPU"):
+        assert mailboxes.stride_of(of_two) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mailboxes.stride_of(of_one) is None  # exchanges nothing
+        assert mailboxes.stride_of(mesh_of(2, 1)) is None  # of CPUs
 
 
-def test_devices_that_cannot_write_to_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="mesh: expected several devices, got None"):
-        PlacedDecoder.of(WHOLE.model).with_mailboxes()
-    with pytest.raises(ValueError, match=r"mesh: .*needs a Hopper GPU"):
-        PlacedDecoder.of(WHOLE.model, mesh_of(1, 2)).with_mailboxes()
-
-
-def test_the_way_along_context_is_as_the_mesh_has_it() -> None:
+def test_the_way_along_context_is_as_the_mesh_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailboxes, "why_not", lambda _: None)
     assert mailboxes.stride_of(mesh_of(2, 4)) == 4
     devices = np.asarray(jax.devices("cpu"))
     assert mailboxes.stride_of(Mesh(devices.reshape(4, 2), ("tensor", "context"))) == 1
