@@ -58,6 +58,7 @@ from benchmarks.turns import GPU, compiled
 from codec_jax.attention import forest_attention
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx import Decoder, DecoderConfig, random_decoder
+from codec_jax.nnx.mailboxes import Mailbox, stride_of
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.shards import everywhere
 
@@ -136,7 +137,11 @@ def measure_all(
         expected = layer_attention_us(config, case, group, machine, costs)
         row = described(case, group, "attention of a layer over ") | {"variant": "attention", "predicted_us": expected}
         yield row | taken(partial(measure_attention, config, case, group))
-    listed = [exchanges(config, case.requests, group) for case, group in product(exchanged, meshes)]
+    kinds = {False, all(stride_of(mesh_of(group)) is not None for group in meshes if group != ALONE)}
+    listed = [
+        exchanges(config, case.requests, group, mailboxes)
+        for case, group, mailboxes in product(exchanged, meshes, sorted(kinds))
+    ]
     for each in dict.fromkeys(exchange._replace(times=1) for every in listed for exchange in every):
         name = f"{each.kind} of {each.bytes} bytes, {each.devices} GPUs"
         row = {"name": name, "variant": "exchange", "gpus": each.devices, "bytes": each.bytes}
@@ -158,9 +163,11 @@ def measure_steps(
     machine, costs = machine_here(), costs_of_an_h200()
     model, references = random_decoder(config, progress=True), dict[SharedDocument, np.ndarray]()
     for case, group in tqdm(list(product(cases, meshes))):
-        expected = sum(step_us(config, case, group, machine, costs).values())
         count = len(jax.devices()) // group.devices if data else 1
+        mailboxes = all(stride_of(mesh_of(group, number)) is not None for number in range(count))
+        expected = sum(step_us(config, case, group, machine, costs, mailboxes).values())
         row = described(case, group, count=count) | {"variant": "step", "predicted_us": expected}
+        row |= {"mailboxes": mailboxes} if group != ALONE else {}
         yield row | taken(partial(measure_step, model, case, group, count, references))
 
 
@@ -243,25 +250,48 @@ def loop_of(exchange: Exchange, *, alone: bool) -> partial[Array]:
     count = exchange.devices
     devices = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
     numbers = -(-exchange.bytes // 2 // count) * count  # of 2 bytes
-    exchanged = {
+    if exchange.kind == "merge_parts":  # of heads of 128, which have 8 bytes more each
+        numbers = exchange.bytes // (2 * _HEAD + 8) * _HEAD
+
+    def run(x: Array) -> Array:
+        exchanged, x = (lambda x: x, x) if alone else _exchange(exchange, x)
+
+        def step(_: Array, x: Array) -> Array:
+            return exchanged(x) * (0.5 / count) + 1  # stays finite
+
+        return lax.fori_loop(0, IN_A_LOOP, step, x)
+
+    loop = jax.shard_map(run, mesh=devices, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False)
+    total = numbers if exchange.kind in ("all_gather", "collect") else numbers * count
+    array = jax.device_put(jnp.ones(total, jnp.bfloat16), jax.NamedSharding(devices, PartitionSpec("x")))
+    return partial(jax.jit(loop), array)
+
+
+_HEAD = 128
+
+
+def _exchange(exchange: Exchange, x: Array) -> tuple[Callable[[Array], Array], Array]:
+    """Return what exchanges arrays like x, and x, which is there when all devices are ready to."""
+    count, heads = exchange.devices, x.reshape(1, -1, _HEAD) if x.size % _HEAD == 0 else x
+    collectives = {
         "psum": lambda x: lax.psum(x, "x"),
         "all_gather": lambda x: lax.all_gather(x, "x").max(axis=0),
         "all_to_all": lambda x: lax.all_to_all(x.reshape(count, -1), "x", 0, 0).reshape(-1),
-    }[exchange.kind]
+    }
+    if exchange.kind in collectives:
+        return collectives[exchange.kind], x
+    is_merge = exchange.kind == "merge_parts"
+    of, like = (Mailbox.for_merges, heads) if is_merge else (Mailbox.for_arrays, x)
+    mailbox = of(jnp.ravel(x)[0].astype(jnp.int32), like, count)
+    assert mailbox is not None  # the model says that it is for the kernel
 
-    def step(_: Array, x: Array) -> Array:
-        return (x if alone else exchanged(x)) * (0.5 / count) + 1  # stays finite
+    def merge(x: Array) -> Array:
+        ones = jnp.ones(heads.shape[:2], jnp.float32)
+        out, _, _ = mailbox.merge(x.reshape(heads.shape), ones, ones)
+        return jnp.tile(out.reshape(-1), count)
 
-    loop = jax.shard_map(
-        lambda x: lax.fori_loop(0, IN_A_LOOP, step, x),
-        mesh=devices,
-        in_specs=PartitionSpec("x"),
-        out_specs=PartitionSpec("x"),
-        check_vma=False,
-    )
-    total = numbers if exchange.kind == "all_gather" else numbers * count
-    array = jax.device_put(jnp.ones(total, jnp.bfloat16), jax.NamedSharding(devices, PartitionSpec("x")))
-    return partial(jax.jit(loop), array)
+    kernels = {"add_up": mailbox.add_up, "collect": lambda x: mailbox.collect(x).max(axis=0), "merge_parts": merge}
+    return kernels[exchange.kind], x + lax.psum(mailbox.opened, "x").astype(x.dtype)
 
 
 def median_time(loop: partial[Array]) -> float:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +25,9 @@ from benchmarks.decode_step import STEPS, SharedDocument
 from codec_jax.nnx import PUBLISHED, DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
 from codec_jax.nnx.shards import check_sizes
+from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
+from codec_jax.nnx.shards import check_sizes
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_merges
 
 #: Published models of which what a device reads and multiplies is counted: those without windows and mixtures.
 PLAIN_MODELS = {
@@ -56,6 +60,7 @@ class Machine:
     memory_bytes: float
     gpus_per_host: int = 8
     inside: Link = NVLINK
+    kernel_latency_us: float = 4.0  # of an exchange by a kernel, inside
     between: Link = INFINIBAND
 
 
@@ -130,24 +135,48 @@ def _kv_bytes(config: DecoderConfig, tokens: float, num_kv_heads: int) -> float:
 class Exchange(NamedTuple):
     """One kind of exchange of a step."""
 
-    kind: str  # psum, all_gather, all_to_all
+    kind: str  # psum, all_gather, all_to_all; by kernels between devices add_up, collect, merge_parts
     devices: int
     bytes: int  # on a device: of what is summed, of all that is gathered, of all that is sent around
     times: int  # in a step
 
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is by a kernel between devices."""
+        return self.kind in ("add_up", "collect", "merge_parts")
 
-def exchanges(config: DecoderConfig, requests: int, parallel: Parallel) -> list[Exchange]:
-    """List the exchanges of a step; `codec_jax.nnx.parallel` says what each is for."""
+
+#: GPUs of a process, between which kernels exchange: those of a host.
+_GPUS_OF_A_PROCESS = 8
+
+
+def exchanges(
+    config: DecoderConfig, requests: int, parallel: Parallel, mailboxes: bool = True
+) -> list[Exchange]:
+    """List the exchanges of a step; `codec_jax.nnx.parallel` says what each is for.
+
+    Without mailboxes all are XLA's.
+    """
     num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     size, layers = jnp.dtype(config.dtype).itemsize, config.num_layers
     rows = math.ceil(requests / parallel.devices) * parallel.devices  # each device draws for as many
-    columns = requests * (num_q_heads + 2 * num_kv_heads) * config.head_dim * size
-    hidden = requests * config.hidden_size * size
+    columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
     gathers = 0 if repeated_bytes(config, parallel) else layers
+    meet = mailboxes and parallel.devices <= _GPUS_OF_A_PROCESS
+
+    def by(kernel: str, collective: str, sizes_of: Callable[..., Sizes | None], devices: int, *shape: int) -> str:
+        like = jax.ShapeDtypeStruct((requests, 1, *shape), config.dtype)
+        return kernel if meet and sizes_of(like, devices) else collective
+
+    gathering = by("collect", "all_gather", of_arrays, parallel.context, columns // parallel.context)
+    merging = by("merge_parts", "all_to_all", of_merges, parallel.context, num_q_heads, config.head_dim)
+    adding = by("add_up", "psum", of_arrays, parallel.devices, config.hidden_size)
+    hidden = requests * config.hidden_size * size
     listed = [
-        Exchange("all_gather", parallel.context, columns, gathers),
-        Exchange("all_to_all", parallel.context, partial_bytes(config, requests, parallel), layers),
-        Exchange("psum", parallel.devices, hidden, 2 * layers + 1),  # after attention, after the MLP; the embedding
+        Exchange(gathering, parallel.context, requests * columns * size, gathers),
+        Exchange(merging, parallel.context, partial_bytes(config, requests, parallel), layers),
+        Exchange(adding, parallel.devices, hidden, 2 * layers),  # after attention, after the MLP
+        Exchange("psum", parallel.devices, hidden, 1),  # of the embedding
         Exchange("all_to_all", parallel.devices, 4 * rows * config.vocab_size // parallel.devices, 1),
         Exchange("psum", parallel.devices, 4 * rows * 3, 1),  # of each token drawn three numbers
     ]
@@ -161,10 +190,15 @@ def partial_bytes(config: DecoderConfig, requests: int, parallel: Parallel) -> i
 
 
 def exchange_us(exchange: Exchange, machine: Machine) -> float:
-    """Return the time of one exchange: a ring moves (n - 1) / n of the bytes, and twice as much to add them up."""
+    """Return the time of one exchange by itself.
+
+    A ring moves (n - 1) / n of the bytes, and twice as much to add them up. A kernel sends all that it adds up to
+    everyone.
+    """
     link = machine.inside if exchange.devices <= machine.gpus_per_host else machine.between
-    moved = exchange.bytes * (exchange.devices - 1) / exchange.devices * (2 if exchange.kind == "psum" else 1)
-    return link.latency_us + moved / link.bytes_per_us
+    moved = exchange.bytes * (exchange.devices - 1) / exchange.devices
+    moved *= {"psum": 2, "add_up": exchange.devices}.get(exchange.kind, 1)
+    return (machine.kernel_latency_us if exchange.is_kernel else link.latency_us) + moved / link.bytes_per_us
 
 
 # ---------------------------------------------------------------------- how long a step takes
@@ -175,19 +209,21 @@ _FITS = 4  # after which the costs of an H200 change no more
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step takes beyond reading at the ceiling; the last two on several GPUs only."""
+    """What a step takes beyond reading at the ceiling; the last three on several GPUs only."""
 
     attention_layer_us: float  # a layer's call, beyond reading or arithmetic, whichever takes longer
     attention_flops_factor: float  # attention's arithmetic, over what it takes at the ceiling
     other_layer_us: float  # the rest of a layer: products beyond reading, norms, rotation, storing K and V, gaps
     products_flops_factor: float  # what shows of products' arithmetic beside reading, over what it takes at the ceiling
     other_value_us: float  # the rest, for each hidden value of each request, in a layer
-    meeting_us: float = 0.0  # of an exchange beyond its own time, since devices wait for each other
-    meeting_doubling_us: float = 0.0  # the same, for every time that two devices are doubled
+    collective_us: float = 0.0  # of one of XLA's exchanges beyond its own time, since devices wait for each other
+    kernel_us: float = 0.0  # the same, of one by a kernel
+    meeting_doubling_us: float = 0.0  # of either, for every time that two devices are doubled
 
-    def meeting(self, devices: int) -> float:
-        """Return what a step waits at an exchange of so many devices."""
-        return self.meeting_us + self.meeting_doubling_us * math.log2(devices / 2)
+    def meeting(self, exchange: Exchange) -> float:
+        """Return what a step waits at an exchange."""
+        alone = self.kernel_us if exchange.is_kernel else self.collective_us
+        return alone + self.meeting_doubling_us * math.log2(exchange.devices / 2)
 
 
 def calibrated(rows: Sequence[dict], machine: Machine) -> Costs:
@@ -232,21 +268,29 @@ def with_meetings(hosts: Sequence[Sequence[dict]], machine: Machine, costs: Cost
     alone = [{case_of(row): row["wall_us"] for row in rows if row["gpus"] == 1} for rows in hosts]
     for host, row in ((host, row) for host, rows in enumerate(hosts) for row in rows if row["gpus"] > 1):
         config, case, group = config_of(row), case_of(row), Parallel(row["tensor"], row["context"])
-        parts, one = (step_us(config, case, each, machine, costs) for each in (group, ALONE))
+        parts, one = (step_us(config, case, each, machine, costs, by_kernels(row)) for each in (group, ALONE))
         exchanged, wall = parts.pop("exchanges"), row["wall_us"]
         right = alone[host][case] / math.fsum(one.values())
-        listed = exchanges(config, case.requests, group)
+        listed = exchanges(config, case.requests, group, by_kernels(row))
+        of_kernels = sum(each.times for each in listed if each.is_kernel)
         doublings = math.fsum(each.times * math.log2(each.devices / 2) for each in listed)
-        counts.append((sum(each.times for each in listed) / wall, doublings / wall))
+        counts.append(
+            [count / wall for count in (sum(each.times for each in listed) - of_kernels, of_kernels, doublings)]
+        )
         left.append((wall - exchanged - right * math.fsum(parts.values())) / wall)
-    meeting, doubling = np.linalg.lstsq(np.array(counts), np.array(left))[0]
-    return replace(costs, meeting_us=float(meeting), meeting_doubling_us=float(doubling))
+    collective, kernel, doubling = map(float, np.linalg.lstsq(np.array(counts), np.array(left))[0])
+    return replace(costs, collective_us=collective, kernel_us=kernel, meeting_doubling_us=doubling)
 
 
 def config_of(row: dict) -> DecoderConfig:
     """Return the model of a row, with the layers that it kept."""
     config = PLAIN_MODELS[row["model"]]
     return replace(config, num_layers=row.get("layers", config.num_layers))
+
+
+def by_kernels(row: dict) -> bool:
+    """Whether the devices of a row exchanged by kernels; older rows say nothing of it, and did not."""
+    return row.get("mailboxes", False)
 
 
 def case_of(row: dict) -> SharedDocument:
@@ -267,17 +311,18 @@ def step_us(
     parallel: Parallel,
     machine: Machine,
     costs: Costs,
+    mailboxes: bool = True,
 ) -> dict[str, float]:
-    """Return the parts of a step, in microseconds; their sum is its time."""
+    """Return the parts of a step, in microseconds; their sum is its time. Without mailboxes exchanges are XLA's."""
     done, layers = work(config, case, parallel), config.num_layers
     attention, attending = attention_us(done, machine, costs)
     fixed = layers * (costs.attention_layer_us + costs.other_layer_us)
-    listed = exchanges(config, case.requests, parallel)
+    listed = exchanges(config, case.requests, parallel, mailboxes)
     return {
         attention: attending,
         "reading weights": done.weight_bytes / machine.rates.read_bytes_per_us,
         "arithmetic of products": costs.products_flops_factor * done.product_flops / machine.rates.flops_per_us,
-        "exchanges": sum(each.times * (exchange_us(each, machine) + costs.meeting(each.devices)) for each in listed),
+        "exchanges": sum(each.times * (exchange_us(each, machine) + costs.meeting(each)) for each in listed),
         "other work on rows": costs.other_value_us
         * layers
         * case.requests

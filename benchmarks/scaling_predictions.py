@@ -20,6 +20,7 @@ from benchmarks.scaling_model import (
     PLAIN_MODELS,
     Costs,
     Machine,
+    by_kernels,
     calibrated,
     case_of,
     config_of,
@@ -118,7 +119,7 @@ def with_parts(row: dict, machine: Machine) -> dict:
 def on_a_host(row: dict, machine: Machine, costs: Costs) -> dict:
     """Lay the time of a step on one GPU or several beside what the model says."""
     group, layers = Parallel(row["tensor"], row["context"]), f", {row['layers']} layers" if "layers" in row else ""
-    parts = step_us(config_of(row), case_of(row), group, machine, costs)
+    parts = step_us(config_of(row), case_of(row), group, machine, costs, by_kernels(row))
     return {
         "name": f"{row['model']}{layers}, {row['name']}",
         "variant": "several GPUs" if row["gpus"] > 1 else "one GPU",

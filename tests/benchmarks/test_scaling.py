@@ -97,22 +97,34 @@ def test_exchanges_of_a_step_by_hand() -> None:
     # 3 requests; a device of 2 x 2 attends with 4 q heads and 1 kv head of 16 float32 numbers.
     assert exchanges(TINY, 3, Parallel(tensor=2, context=2)) == [
         Exchange("all_to_all", 2, 3 * 4 * (16 * 4 + 8), 2),
-        Exchange("psum", 4, 3 * 32 * 4, 5),
+        Exchange("psum", 4, 3 * 32 * 4, 4),  # 96 words are not for a kernel
+        Exchange("psum", 4, 3 * 32 * 4, 1),
         Exchange("all_to_all", 4, 64 * 4, 1),  # a row of logits to each of four, one of them of no request
         Exchange("psum", 4, 4 * 3 * 4, 1),
     ]
-    assert [each.kind for each in exchanges(TINY, 3, Parallel(tensor=2))] == ["psum", "all_to_all", "psum"]
+    assert [each.kind for each in exchanges(TINY, 3, Parallel(tensor=2))] == ["psum", "psum", "all_to_all", "psum"]
     assert exchanges(TINY, 3, ALONE) == []
     # 168 MB of weights of queries, keys and values: too many for four devices to read all of them.
-    large = replace(PLAIN_MODELS["llama-3.1-70b"], num_layers=5)
-    assert exchanges(large, 3, Parallel(context=4))[0] == Exchange("all_gather", 4, 3 * (64 + 2 * 8) * 128 * 2, 5)
+    large, hidden = replace(PLAIN_MODELS["llama-3.1-70b"], num_layers=5), 4 * 8192 * 2
+    columns, partials = 4 * (64 + 2 * 8) * 128 * 2, 4 * 64 * (128 * 2 + 8)
+    drawn = [Exchange("all_to_all", 4, 4 * 128_256, 1), Exchange("psum", 4, 4 * 4 * 3, 1)]
+    layers = [("collect", columns, 5), ("merge_parts", partials, 5), ("add_up", hidden, 10), ("psum", hidden, 1)]
+    assert exchanges(large, 4, Parallel(context=4)) == [Exchange(kind, 4, *rest) for kind, *rest in layers] + drawn
+    # By XLA's where kernels are not: told so, over several hosts, and for sums that are too large.
+    kinds = ["all_gather", "all_to_all", "psum", "psum", "all_to_all", "psum"]
+    assert [each.kind for each in exchanges(large, 4, Parallel(context=4), mailboxes=False)] == kinds
+    assert [each.kind for each in exchanges(large, 4, Parallel(context=16))] == kinds
+    assert [each.kind for each in exchanges(large, 256, Parallel(tensor=2))][0] == "psum"
 
 
 def test_an_exchange_takes_its_latency_and_its_bytes_at_the_rate_of_the_slowest_link() -> None:
-    machine = Machine(Ceilings(1.0, 1.0), 1.0, 8, Link(100.0, 7.0), Link(10.0, 50.0))
+    machine = Machine(Ceilings(1.0, 1.0), 1.0, 8, Link(100.0, 7.0), 3.0, Link(10.0, 50.0))
     assert exchange_us(Exchange("all_gather", 8, 800, 1), machine) == 7 + 700 / 100
     assert exchange_us(Exchange("psum", 8, 800, 1), machine) == 7 + 1400 / 100
     assert exchange_us(Exchange("all_to_all", 16, 1600, 1), machine) == 50 + 1500 / 10
+    # A kernel has a latency of its own, and sends all that it adds up to everyone.
+    assert exchange_us(Exchange("add_up", 8, 800, 1), machine) == 3 + 5600 / 100
+    assert exchange_us(Exchange("collect", 8, 800, 1), machine) == 3 + 700 / 100
 
 
 # ---------------------------------------------------------------------- times
@@ -146,9 +158,12 @@ def test_faster_memory_arithmetic_or_links_never_make_a_step_slower(
 ) -> None:
     def time(*factors: float) -> float:
         read, multiply, link, latency = factors
-        links = [Link(each.bytes_per_us * link, each.latency_us / latency) for each in (NVLINK, INFINIBAND)]
+        inside, between = (
+            Link(each.bytes_per_us * link, each.latency_us / latency) for each in (NVLINK, INFINIBAND)
+        )
         rates = Ceilings(H200.rates.read_bytes_per_us * read, H200.rates.flops_per_us * multiply)
-        return math.fsum(step_us(config, case, parallel, Machine(rates, 1e11, 8, *links), COSTS).values())
+        machine = Machine(rates, 1e11, 8, inside, H200.kernel_latency_us / latency, between)
+        return math.fsum(step_us(config, case, parallel, machine, COSTS).values())
 
     usual = time(1, 1, 1, 1)
     assert usual > 0
@@ -173,18 +188,20 @@ def test_costs_that_rows_were_made_of_are_found_again() -> None:
 
 
 def test_what_devices_wait_is_found_again_whatever_the_model_says_of_one() -> None:
-    waiting, hosts = replace(COSTS, meeting_us=5.0, meeting_doubling_us=2.0), []
+    waiting, hosts = replace(COSTS, collective_us=5.0, kernel_us=3.0, meeting_doubling_us=2.0), []
     config = replace(PLAIN_MODELS["qwen3-32b"], num_layers=8)
-    for slower in (1.0, 1.25):  # than the model says of a step, exchanges apart
+    for slower, mailboxes in ((1.0, True), (1.25, False)):  # than the model says of a step, exchanges apart
         case, rows = SharedDocument(32_768, 16, 128), []
         for group in (ALONE, Parallel(tensor=2), Parallel(context=2, tensor=2), Parallel(tensor=8)):
-            parts = step_us(config, case, group, H200, waiting)
+            parts = step_us(config, case, group, H200, waiting, mailboxes)
             us = parts.pop("exchanges") + slower * math.fsum(parts.values())
             row = {"model": "qwen3-32b", "layers": 8, "document_tokens": 32_768, "requests": 16, "own_tokens": 128}
+            row |= {"mailboxes": True} if mailboxes else {}
             rows.append(row | {"gpus": group.devices, "tensor": group.tensor, "context": group.context, "wall_us": us})
         hosts.append(rows)
     found = with_meetings(hosts, H200, COSTS)
-    assert [found.meeting(count) for count in (2, 4, 8)] == pytest.approx([5.0, 7.0, 9.0])
+    waits = [found.meeting(Exchange(kind, count, 1, 1)) for kind in ("psum", "add_up") for count in (2, 4, 8)]
+    assert waits == pytest.approx([5.0, 7.0, 9.0, 3.0, 5.0, 7.0])
     assert list(vars(found).values()) == pytest.approx(list(vars(waiting).values()))
 
 
@@ -198,7 +215,7 @@ def test_groups_fit_the_memory_and_divide_the_model() -> None:
     assert set(times) == {Parallel(tensor=2), Parallel(context=2)}
     # Context sends partials around in each of 36 layers, and computes all queries, keys and values on both devices.
     partials, weights = 16 * 32 * (128 * 2 + 8), 2560 * (32 + 2 * 8) * 128 // 2
-    more = 36 * (12.0 + COSTS.meeting(2) + partials / 2 / 270e3)
+    more = 36 * (4.0 + partials / 2 / 270e3)
     more += 36 * (2 * weights / H200.rates[0] + COSTS.products_flops_factor * 2 * weights * 16 / H200.rates[1])
     assert times[Parallel(context=2)] - times[Parallel(tensor=2)] == pytest.approx(more)
 
@@ -298,7 +315,7 @@ def test_the_command_measures_steps_attention_and_exchanges_on_meshes(monkeypatc
     assert all(0.0 < row["logits_difference"] < 1e-4 for row in steps[1:])
     assert [row["gpus"] for row in attention] == [1, 2, 2]  # no pages for one kv head on two devices
     assert all(row["wall_us"] > 0 for row in steps + attention)
-    every = {each._replace(times=1) for mesh in meshes for each in exchanges(config, 3, mesh)}
+    every = {each._replace(times=1) for mesh in meshes for each in exchanges(config, 3, mesh, mailboxes=False)}
     assert {(row["bytes"], row["gpus"]) for row in found} == {(each.bytes, each.devices) for each in every}
     assert len(found) == len(every)
     assert all(row["loop_us"] > 0 for row in found)
