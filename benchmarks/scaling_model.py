@@ -25,8 +25,6 @@ from benchmarks.decode_step import STEPS, SharedDocument
 from codec_jax.nnx import PUBLISHED, DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
 from codec_jax.nnx.shards import check_sizes
-from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
-from codec_jax.nnx.shards import check_sizes
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_merges
 
 #: Published models of which what a device reads and multiplies is counted: those without windows and mixtures.
@@ -150,9 +148,7 @@ class Exchange(NamedTuple):
 _GPUS_OF_A_PROCESS = 8
 
 
-def exchanges(
-    config: DecoderConfig, requests: int, parallel: Parallel, mailboxes: bool = True
-) -> list[Exchange]:
+def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxes: bool = True) -> list[Exchange]:
     """List the exchanges of a step; `codec_jax.nnx.parallel` says what each is for.
 
     Without mailboxes all are XLA's.

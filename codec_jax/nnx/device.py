@@ -67,8 +67,7 @@ class Device:
         self._blocks = intervals.block_capacity(self._rows, self._max_context)
         self._steps, self._fewest = steps, 1 if runs_to_its_end() and not cache.invariant else steps
         self._programs = {
-            turns: _program(model.graph, model.config, model.mesh, turns, implementation)
-            for turns in {1, steps}
+            turns: _program(model.graph, model.config, model.mesh, turns, implementation) for turns in {1, steps}
         }
         same = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
         self._set_history = jax.jit(History.set_row, donate_argnums=0, out_shardings=same)

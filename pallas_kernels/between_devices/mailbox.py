@@ -39,8 +39,8 @@ from pallas_kernels.varying import NOWHERE, unvaried
 #: As float32 it is -0.0; of two numbers of 16 bits the second is. Neither is sent: 0.0 is.
 EMPTY = -(2**31)
 _TURNS = 3
-#: A device that died sends nothing. Who waits looks so often, a minute or more, and then ends with an error.
-_MOST_LOOKS = 1 << 27
+#: A device that died sends nothing. Who waits looks so often, which takes minutes, and then ends with an error.
+_MOST_LOOKS = 1 << 30
 
 
 class Memory(NamedTuple):

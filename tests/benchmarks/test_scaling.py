@@ -114,7 +114,7 @@ def test_exchanges_of_a_step_by_hand() -> None:
     kinds = ["all_gather", "all_to_all", "psum", "psum", "all_to_all", "psum"]
     assert [each.kind for each in exchanges(large, 4, Parallel(context=4), mailboxes=False)] == kinds
     assert [each.kind for each in exchanges(large, 4, Parallel(context=16))] == kinds
-    assert [each.kind for each in exchanges(large, 256, Parallel(tensor=2))][0] == "psum"
+    assert exchanges(large, 256, Parallel(tensor=2))[0].kind == "psum"
 
 
 def test_an_exchange_takes_its_latency_and_its_bytes_at_the_rate_of_the_slowest_link() -> None:
@@ -158,9 +158,7 @@ def test_faster_memory_arithmetic_or_links_never_make_a_step_slower(
 ) -> None:
     def time(*factors: float) -> float:
         read, multiply, link, latency = factors
-        inside, between = (
-            Link(each.bytes_per_us * link, each.latency_us / latency) for each in (NVLINK, INFINIBAND)
-        )
+        inside, between = (Link(each.bytes_per_us * link, each.latency_us / latency) for each in (NVLINK, INFINIBAND))
         rates = Ceilings(H200.rates.read_bytes_per_us * read, H200.rates.flops_per_us * multiply)
         machine = Machine(rates, 1e11, 8, inside, H200.kernel_latency_us / latency, between)
         return math.fsum(step_us(config, case, parallel, machine, COSTS).values())
@@ -229,12 +227,12 @@ def test_predictions_agree_with_committed_rows_and_count_groups() -> None:
         variant: [row["predicted_us"] / row["wall_us"] for row in rows if row["variant"] == variant]
         for variant in ("parts", "one GPU", "several GPUs", "one GPU, afterwards", "several GPUs, afterwards")
     }
-    assert [len(each) for each in over.values()] == [6, 21, 69, 8, 16]
+    assert [len(each) for each in over.values()] == [6, 24, 73, 8, 16]
     assert max(abs(each - 1) for each in over["parts"]) < 0.05
     # Of the others none is among what its prediction was fitted to. The longest are of 256 requests.
     assert max(abs(each - 1) for each in over["one GPU"]) < 0.1
     assert max(over["several GPUs"]) < 1.2
-    assert min(over["several GPUs"]) > 0.85
+    assert min(over["several GPUs"]) > 0.9
     assert max(abs(each - 1) for kind in over if "afterwards" in kind for each in over[kind]) < 0.1
     for row in rows:
         if row["variant"] == "one group":
