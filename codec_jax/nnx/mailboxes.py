@@ -34,8 +34,8 @@ def why_not(mesh: Mesh) -> str | None:
         return f"it takes JAX 0.11 or later, got {jax.__version__}"
     if jax.process_count() > 1:
         return f"it takes GPUs of one process, got {jax.process_count()} processes"
-    if [device.id for device in devices] != list(range(len(devices))):
-        return f"it takes the first GPUs in their order, got {[device.id for device in devices]}"
+    if (numbers := [device.id for device in devices]) != list(range(len(devices))):
+        return f"it takes a process's first GPUs in their order, got {numbers}; start one whose first these are"
     return None
 
 
