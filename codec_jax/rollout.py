@@ -199,9 +199,11 @@ class EngineRollout(BaseRollout):
           prompts: texts.
           rollout_config: how they are completed. `top_p` None considers all tokens, as 1 does.
 
-        Raises ValueError for a prompt of more than `max_prompt_length` tokens, and for settings that the engine does
-        not take; LogitsError for logits that are not finite.
+        Raises TypeError for one text in the place of a list; ValueError for a prompt of more than `max_prompt_length`
+        tokens, and for settings that the engine does not take; LogitsError for logits that are not finite.
         """
+        if isinstance(prompts, str):
+            raise TypeError("prompts: expected a list of texts, got a text; put it into a list")
         config, tokenizer = rollout_config, self._tokenizer
         begin = [tokenizer.bos_id()] if tokenizer.bos_id() else []
         tokens = [tokenizer.dedup_bos_ids(begin + list(tokenizer.encode(prompt))) for prompt in prompts]
@@ -212,7 +214,7 @@ class EngineRollout(BaseRollout):
             top_k=config.top_k if config.top_k and config.top_k > 0 else None,
             top_p=1.0 if config.top_p is None else config.top_p,
             seed=seed_number(config.seed),
-            stop_tokens=tuple(config.eos_tokens or [self.eos_id()]),
+            stop_tokens=tuple([] if config.eos_tokens is None else config.eos_tokens) or (self.eos_id(),),
         )
         requests = self._finished(tokens, params)
         logprobs = None
@@ -237,11 +239,19 @@ class EngineRollout(BaseRollout):
           prompt_tokens: [B, P], padded with `pad_id`.
           completion_tokens: [B, T], padded with `pad_id`.
 
-        Returns [B, T], 0 at padding. Raises what `Engine.score` raises.
+        Returns [B, T], 0 at padding. Raises ValueError for arrays of other shapes, and for a completion without a
+        prompt, and what `Engine.score` raises.
         """
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
+        if not prompts.ndim == completions.ndim == 2 or len(prompts) != len(completions):
+            raise ValueError(
+                "prompt_tokens, completion_tokens: expected [B, P] and [B, T], got shapes "
+                f"{prompts.shape} and {completions.shape}"
+            )
         there = completions != self.pad_id()
         rows = np.flatnonzero(there.any(axis=1))
+        if missing := [int(row) for row in rows if (prompts[row] == self.pad_id()).all()]:
+            raise ValueError(f"prompt_tokens: expected a token before each completion, got padding in rows {missing}")
         with self._lock:
             scores = self.engine.score(
                 [prompts[row][prompts[row] != self.pad_id()] for row in rows],
@@ -259,9 +269,11 @@ class EngineRollout(BaseRollout):
           params: the state of a model like `model()`, or of some of its variables.
           filter_types: which variables these are; their names say that, too.
 
-        Raises ValueError for variables that the model does not have, or of other shapes.
+        Raises TypeError for what is no state, ValueError for variables that the model does not have, or of other
+        shapes; all weights are the old ones then.
         """
-        own = dict(nnx.to_flat_state(nnx.state(self._model)))
+        checks.instance("params", params, nnx.State)
+        own, taken = dict(nnx.to_flat_state(nnx.state(self._model))), []
         for path, new in nnx.to_flat_state(params):
             name = ".".join(map(str, path))
             if path not in own:
@@ -271,8 +283,11 @@ class EngineRollout(BaseRollout):
             value, old = jnp.asarray(new.get_value()), own[path].get_value()
             if value.shape != old.shape:
                 raise ValueError(f"params: expected shape {old.shape} for {name}, got {value.shape}")
-            own[path].set_value(jax.device_put(value, old.sharding).astype(old.dtype))
+            # A copy: the next step of the learner may give its arrays away.
+            taken.append((own[path], jax.device_put(value, old.sharding, may_alias=False).astype(old.dtype)))
         with self._lock:
+            for variable, value in taken:
+                variable.set_value(value)
             self.engine.update_weights(self._model)
 
     def pad_id(self) -> int:
@@ -316,7 +331,8 @@ class EngineRollout(BaseRollout):
         tokens = np.zeros((len(requests), width), np.int32)
         for row, request in zip(tokens, requests, strict=True):
             row[: len(request.context)] = request.context
-        graph, weights = nnx.split(self._model)
+        with self._lock:
+            graph, weights = nnx.split(self._model)
         logprobs = np.asarray(_dense_logprobs(graph, weights, tokens, np.float32(temperature)))
         return [
             row[len(request.prompt) - 1 : len(request.context) - 1]
@@ -353,7 +369,9 @@ def seed_number(seed: int | Array | None) -> int:
     """Return a seed of Tunix, which may be a number or a key of JAX, as one of `SamplingParams`.
 
     Args:
-      seed: None is 0.
+      seed: None is 0. Of a number the last 32 bits count.
+
+    Raises ValueError for what is neither.
 
     >>> from codec_jax.rollout import seed_number
     >>> seed_number(7), seed_number(jax.random.PRNGKey(7)), seed_number(jax.random.key(7)), seed_number(None)
@@ -361,8 +379,10 @@ def seed_number(seed: int | Array | None) -> int:
     """
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
-    words = np.asarray(0 if seed is None else seed).astype(np.uint32)
-    return int(np.bitwise_xor.reduce(words, axis=None))
+    words = np.asarray(0 if seed is None else seed)
+    if words.dtype.kind not in "iu":
+        raise ValueError(f"seed: expected an integer of 64 bits at most, or a key, got {seed!r}")
+    return int(np.bitwise_xor.reduce(words.astype(np.uint32), axis=None))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -373,7 +393,10 @@ def _dense_logprobs(
     model = nnx.merge(graph, weights)
 
     def of_row(row: Int[Array, " T"]) -> Float[Array, " T-1"]:
-        logits = Decoder.__call__(model, row[None, :-1])[0] / temperature
+        logits = Decoder.__call__(model, row[None, :-1])[0]
+        # At a temperature of next to nothing the largest would not be finite, and of 0 is left what is too small.
+        least = jnp.finfo(jnp.float32).tiny
+        logits = (logits - logits.max(axis=1, keepdims=True)) / jnp.maximum(temperature, least)
         chosen = jnp.take_along_axis(logits, row[1:, None], axis=1)[:, 0]
         return chosen - jax.nn.logsumexp(logits, axis=1)
 

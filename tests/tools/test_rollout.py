@@ -111,6 +111,9 @@ def test_seeds_are_numbers_or_keys():
     assert len({seed_number(key) for key in keys}) == 20
     assert [seed_number(key) for key in keys] == [seed_number(jax.random.key_data(key)) for key in keys]
     assert all(0 <= seed_number(key) < 2**32 for key in keys)
+    for seed in (1.5, "x", 2**64, True):
+        with pytest.raises(ValueError, match=f"^seed: expected an integer .* or a key, got {seed!r}"):
+            seed_number(seed)
 
 
 def masks_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -324,7 +327,60 @@ def test_new_weights_change_what_is_drawn_and_compile_nothing(shared):
 
 
 @tunix_only
+def test_one_text_is_no_list_and_stop_tokens_may_be_an_array(shared):
+    with pytest.raises(TypeError, match="prompts: expected a list of texts, got a text"):
+        shared.generate("7", rollout_config())
+    greedily = rollout_config(temperature=0.0)
+    stop = int(shared.generate(PROMPTS[1:2], greedily).tokens[0][2])
+    of_list, of_array = (
+        shared.generate(PROMPTS[1:2], replace(greedily, eos_tokens=stops)) for stops in ([stop, 3], np.array([stop, 3]))
+    )
+    assert of_array.text == of_list.text
+    assert len(of_array.tokens[0]) <= 3
+
+
+@tunix_only
+def test_new_weights_are_copied(shared):
+    _, given = nnx.split(random_policy(1))
+    shared.update_params(given)
+    jax.jit(lambda given: jax.tree.map(lambda x: x * 2, given), donate_argnums=0)(given)
+    tokens = shared.generate(PROMPTS[:1], rollout_config(temperature=0.0)).tokens[0].tolist()
+    assert tokens == greedy(random_policy(1), encoded(PROMPTS[0]))
+    shared.update_params(nnx.state(random_policy(0)))
+
+
+@tunix_only
+def test_weights_of_which_one_does_not_fit_change_nothing(shared):
+    bad = nnx.state(random_policy(1))
+    bad["norm"]["scale"] = nnx.Param(jnp.ones(3))  # the last but few
+    with pytest.raises(ValueError, match=r"params: expected shape \(32,\) for norm.scale, got \(3,\)"):
+        shared.update_params(bad)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(shared.model()), nnx.state(random_policy(0)))
+
+
+@tunix_only
+def test_logprobs_of_hardly_any_temperature_are_finite(shared):
+    for temperature in (1e-3, 1e-30, 1e-45):
+        [logprobs] = shared.generate(["7 8"], rollout_config(temperature=temperature)).logprobs
+        assert np.isfinite(logprobs).all()
+        assert (logprobs <= 0).all()
+
+
+@tunix_only
+def test_tokens_to_score_that_do_not_fit_are_refused(shared):
+    prompts, completions = np.array([[0, 1, 7], [0, 0, 0]]), np.array([[3, 0], [4, 5]])
+    with pytest.raises(ValueError, match=r"got shapes \(2, 3\) and \(1, 2\)"):
+        shared.get_per_token_logps(prompts, completions[:1])
+    with pytest.raises(ValueError, match=r"got shapes \(2, 3\) and \(2,\)"):
+        shared.get_per_token_logps(prompts, completions[0])
+    with pytest.raises(ValueError, match=r"^prompt_tokens: expected a token .* in rows \[1\]"):
+        shared.get_per_token_logps(prompts, completions)
+
+
+@tunix_only
 def test_weights_that_do_not_fit_are_refused(shared):
+    with pytest.raises(TypeError, match="params: expected a State, got NoneType"):
+        shared.update_params(None)
     with pytest.raises(ValueError, match=r"params: expected shape \(32, 40\) for head.kernel, got \(3,\)"):
         shared.update_params(nnx.State({"head": {"kernel": nnx.Param(jnp.ones(3))}}))
     with pytest.raises(ValueError, match=r"params: expected variables of the rollout's model, got lora\.a"):
