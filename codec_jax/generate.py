@@ -26,6 +26,7 @@ The exit status is 0 when all rows are there, 1 for an error, also if it is in r
 from __future__ import annotations
 
 import argparse
+import codecs
 import hashlib
 import json
 import math
@@ -229,7 +230,7 @@ def _open_model(arguments: argparse.Namespace) -> Model:
 
 def read_prompts(file: Path, content: bytes, model: Model, max_new_tokens: int) -> list[Int[np.ndarray, " tokens"]]:
     """Read one prompt a line of what a file holds, as token ids. Raises ValueError that lists every bad line."""
-    lines = content.split(b"\n")
+    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
     if not lines[-1]:
         lines.pop()  # what follows the last newline is no line
     if not lines:

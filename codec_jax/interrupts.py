@@ -13,7 +13,8 @@ def interrupts() -> Iterator[Callable[[], None]]:
     """Give a function that raises KeyboardInterrupt if there was one since.
 
     Python drops what is raised in callbacks of its garbage collector, and JAX has one, which runs often while programs
-    are traced. For the main thread.
+    are traced. For the main thread. A process that ignores Ctrl-C, as a script's commands in the background do, goes on
+    doing so.
 
     >>> from codec_jax.interrupts import interrupts
     >>> with interrupts() as check:
@@ -30,6 +31,9 @@ def interrupts() -> Iterator[Callable[[], None]]:
         if seen:
             raise KeyboardInterrupt
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield check
+        return
     before = signal.signal(signal.SIGINT, handle)
     try:
         yield check

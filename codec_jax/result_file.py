@@ -30,9 +30,11 @@ class ResultFile:
         """Open the file, or make it if there is none, and drop a last line that an interruption tore.
 
         `options` are what the rows depend on, as JSON values. Raises ValueError, and leaves the file as it was, if it
-        was made with other options or by another command, if it has lines that are not rows of these prompts, or if
-        another run is writing it.
+        was made with other options or by another command, if it has lines that are not rows of these prompts, if
+        another run is writing it, or if it is a folder or a device.
         """
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file}: expected a file for the rows, got a folder or a device; name another --output")
         self._prompts, self._samples = prompts, samples
         self.finished: set[int] = set()
         self.failed: set[int] = set()

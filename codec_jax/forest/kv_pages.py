@@ -26,6 +26,10 @@ MAX_SCALE = 32.0
 ONE_BYTE = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 
+#: Of a scale: beyond these, numbers over scales, or the largest number that is stored times one, need not be finite.
+LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100
+
+
 class Quantisation(NamedTuple):
     """Of pages of one byte a number: a stored number times its scale is the number that is meant.
 
@@ -50,7 +54,7 @@ class Quantisation(NamedTuple):
           key_scale: of each kv head, or of all.
           value_scale: the same for values.
 
-        Raises ValueError for scales that are not positive numbers, one for each kv head.
+        Raises ValueError for scales that are not numbers in [2**-100, 2**100], one for each kv head.
 
         >>> from codec_jax.forest import Quantisation
         >>> Quantisation.of(2, key_scale=0.5).key_scale.tolist()
@@ -58,14 +62,14 @@ class Quantisation(NamedTuple):
         """
         scales = []
         for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-            given = np.asarray(scale, np.float32)
+            given = np.asarray(scale, np.float64)
             if given.shape not in ((), (num_kv_heads,)):
                 raise ValueError(
                     f"{name}: expected a number, or one for each of {num_kv_heads} kv heads, got shape {given.shape}"
                 )
-            if not ((given > 0) & (given < np.inf)).all():
-                raise ValueError(f"{name}: expected positive finite numbers, got {given.tolist()}")
-            scales.append(jnp.asarray(np.broadcast_to(given, num_kv_heads)))
+            if not ((given >= LEAST_SCALE) & (given <= MOST_SCALE)).all():
+                raise ValueError(f"{name}: expected positive numbers from 2**-100 to 2**100, got {given.tolist()}")
+            scales.append(jnp.asarray(np.broadcast_to(given.astype(np.float32), num_kv_heads)))
         return cls(scales[0], scales[1], jnp.zeros(1, jnp.int32))
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from codec_jax.forest.kv_pages import LEAST_SCALE, MOST_SCALE
 from codec_jax.nnx.checkpoint_values import shown
 
 #: What the format says of one scale for all keys of a layer, and one for all values, in float8.
@@ -44,8 +45,13 @@ def read_kv_scales(num_layers: int, files: Mapping[str, Path], problems: list[st
 
 def _read(file: Path, name: str, problems: list[str]) -> float:
     with safe_open(file, framework="numpy") as opened:
+        if (kind := opened.get_slice(name).get_dtype()).startswith("F8"):
+            problems.append(f"{file.name}: expected a number of 16 bits or more as {name}, got {kind}")
+            return math.nan
         tensor = opened.get_tensor(name)
     scale = float(tensor.reshape(())) if tensor.size == 1 else math.nan
-    if not 0 < scale < math.inf:
-        problems.append(f"{file.name}: expected one positive number as {name}, got {shown(tensor.tolist())}")
+    if not LEAST_SCALE <= scale <= MOST_SCALE:
+        problems.append(
+            f"{file.name}: expected one number from 2**-100 to 2**100 as {name}, got {shown(tensor.tolist())}"
+        )
     return scale

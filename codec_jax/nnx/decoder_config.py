@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from codec_jax import checks
 from codec_jax.forest import KVPages, LatentPages, Pages, Quantisation
+from codec_jax.forest.kv_pages import LEAST_SCALE, MOST_SCALE
 from codec_jax.forest.latent_pages import SCALED_TOGETHER, reconstructed_dtype
 from codec_jax.nnx.rope import RopeScaling
 from pallas_kernels import Window
@@ -169,7 +170,8 @@ class DecoderConfig:
                 raise ValueError(f"{name}: expected a positive number, got {value}")
         for name in ("dtype", "param_dtype"):
             checks.float_dtype(name, getattr(self, name))
-        checks.float_dtype("kv_dtype", self.cache_dtype, jnp.dtype(jnp.float8_e4m3fn))
+        if self.kv_dtype is not None:
+            checks.float_dtype("kv_dtype", self.kv_dtype, jnp.dtype(jnp.float8_e4m3fn))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -181,18 +183,29 @@ class DecoderConfig:
             raise ValueError(f"head_dim: expected an even number for rotary positions, got {self.head_dim}")
         if self.latent is not None:
             self._check_latent(self.latent)
-        pairs = self.kv_scales if isinstance(self.kv_scales, tuple) else ()
-        are_known = self.kv_scales in (None, "token") or len(pairs) == self.num_layers
-        if not are_known or (self.kv_scales is not None and self.cache_dtype.itemsize > 1):
-            got = len(pairs) if pairs else repr(self.kv_scales)
-            raise ValueError(
-                f'kv_scales: expected a pair for each of {self.num_layers} layers, or "token", with a kv_dtype of one '
-                f"byte, got {got} with {self.cache_dtype}"
-            )
+        if self.kv_scales is not None:
+            self._check_scales(self.kv_scales)
         if not self.windows or not all(window is None or isinstance(window, Window) for window in self.windows):
             raise ValueError(
                 f"windows: expected a tuple of Window, or None, for each layer or as a pattern, got {self.windows!r}"
             )
+
+    def _check_scales(self, scales: Any) -> None:
+        """Raise ValueError for what are no scales of this cache."""
+        pairs = scales if isinstance(scales, tuple) else ()
+        is_by_token = isinstance(scales, str) and scales == "token"
+        if not (is_by_token or len(pairs) == self.num_layers) or self.cache_dtype.itemsize > 1:
+            got = len(pairs) if pairs else repr(scales)
+            raise ValueError(
+                f"kv_scales: expected a tuple of a pair for each of {self.num_layers} layers, or 'token', with a "
+                f"kv_dtype of one byte, got {got} with {self.cache_dtype}"
+            )
+        for layer, pair in enumerate(pairs):
+            name = f"kv_scales[{layer}]"
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(f"{name}: expected a tuple of two numbers, for keys and for values, got {pair!r}")
+            if not all(LEAST_SCALE <= checks.number(name, scale) <= MOST_SCALE for scale in pair):
+                raise ValueError(f"{name}: expected positive numbers from 2**-100 to 2**100, got {pair}")
 
     def _check_latent(self, latent: Latent) -> None:
         """Raise ValueError for what latent attention does not go with."""

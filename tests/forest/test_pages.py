@@ -232,8 +232,23 @@ def test_what_is_no_quantisation_of_pages_is_refused():
         KVPages.zeros(4, 8, 2, 64, jnp.float8_e4m3fn, quantisation=Quantisation.by_token(4, 16, 2))
     with pytest.raises(ValueError, match=r"key_scale: expected a number, or one for each of 2 kv heads, got"):
         Quantisation.of(2, np.ones(3))
-    with pytest.raises(ValueError, match=r"value_scale: expected positive finite numbers, got \[1.0, 0.0\]"):
+    with pytest.raises(ValueError, match=r"value_scale: expected positive numbers .*, got \[1.0, 0.0\]"):
         Quantisation.of(2, 1.0, [1.0, 0.0])
+    for scale in (1e-38, 3e38, 1e300, np.inf, np.nan, -1.0):
+        with pytest.raises(ValueError, match="key_scale: expected positive numbers from"):
+            Quantisation.of(2, scale)
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 1e-20, 1e20, 2.0**100])
+def test_whatever_the_scale_what_is_stored_is_finite(scale):
+    pages = KVPages.zeros(1, 8, 1, 64, jnp.float8_e4m3fn, quantisation=Quantisation.of(1, scale, scale))
+    numbers = np.asarray([0.0, scale, -3 * scale, 448 * scale, 1e6 * scale, -0.0, 1.0, -2.0], np.float32)
+    row = jnp.asarray(np.resize(numbers, (1, 1, 1, 64)))
+    pages = pages.write(jnp.zeros((1, 1), jnp.int32), row, row)
+    for stored in (pages.key, pages.value):
+        kept = np.asarray(stored[0, 0, 0, :8], np.float64)
+        expected = np.clip(numbers.astype(np.float64) / scale, -448, 448)
+        np.testing.assert_allclose(kept, expected, rtol=2**-4, atol=2**-9)
 
 
 def test_negative_slots_are_out_of_bounds_as_large_ones_are():

@@ -257,9 +257,15 @@ def test_scales_of_the_cache_are_those_of_the_file(tmp_path: Path) -> None:
         (
             {"k_scale": np.zeros(1, np.float32)},
             {},
-            r"expected one positive number as .*layers.1.self_attn.k_scale, got",
+            r"expected one number from .* as .*layers.1.self_attn.k_scale, got",
         ),
-        ({"v_scale": np.ones(2, np.float32)}, {}, r"expected one positive number as .*layers.1.self_attn.v_scale, got"),
+        ({"k_scale": np.full(1, 1e300)}, {}, r"expected one number from .* as .*k_scale, got \[1e\+300\]"),
+        (
+            {"k_scale": np.ones(1, jnp.float8_e4m3fn)},
+            {},
+            r"expected a number of 16 bits or more as model.layers.1.self_attn.k_scale, got F8_E4M3",
+        ),
+        ({"v_scale": np.ones(2, np.float32)}, {}, r"expected one number from .* as .*layers.1.self_attn.v_scale, got"),
         ({}, {"num_bits": 4}, r"expected quantization_config = null, which .*"),
         ({}, {"config_groups": {"group_0": {}}}, r"expected quantization_config = null, which .*"),
     ],
@@ -277,11 +283,23 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, changes: dict, scheme:
 
 def test_scales_go_with_one_byte_a_number_and_every_layer() -> None:
     config = DecoderConfig(64, 32, 64, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16)
-    with pytest.raises(ValueError, match=r"^kv_scales: expected a pair for each of 2 layers, .* got 2 with bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"^kv_scales: expected a tuple of a pair for each of 2 layers, .* got 2 with bfloat16"
+    ):
         replace(config, kv_scales=((1.0, 1.0),) * 2)
     with pytest.raises(
-        ValueError, match=r"^kv_scales: expected a pair for each of 2 layers, .* got 1 with float8_e4m3"
+        ValueError, match=r"^kv_scales: expected a tuple of a pair for each of 2 layers, .* got 1 with float8_e4m3"
     ):
         replace(config, kv_dtype=jnp.float8_e4m3fn, kv_scales=((1.0, 1.0),))
     with pytest.raises(ValueError, match=r"^kv_scales: expected .* got 'token' with bfloat16"):
         replace(config, kv_scales="token")
+    one_byte = replace(config, kv_dtype=jnp.float8_e4m3fn)
+    for pair in ((1.0,), (1.0, 2.0, 3.0), 1.0, None, (0.0, 1.0), (1.0, -1.0), (1.0, np.nan), (1e38, 1.0), ("1", 1.0)):
+        with pytest.raises(ValueError, match=r"^kv_scales\[1\]: expected "):
+            replace(one_byte, kv_scales=((1.0, 1.0), pair))
+    for scales in ([(1.0, 1.0)] * 2, np.ones((2, 2)), "tokens", 1.0):
+        with pytest.raises(ValueError, match=r"^kv_scales: expected a tuple of a pair"):
+            replace(one_byte, kv_scales=scales)
+    for dtype in ("foo", 8):
+        with pytest.raises(ValueError, match=rf"^kv_dtype: expected .* got {dtype}"):
+            replace(config, kv_dtype=dtype)

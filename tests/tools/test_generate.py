@@ -1,5 +1,6 @@
 """The command that completes prompts: its rows against the model, interruptions, and what it refuses."""
 
+import codecs
 import errno
 import fcntl
 import hashlib
@@ -488,6 +489,14 @@ def test_rows_are_on_the_disk_when_the_file_is_closed(tmp_path: Path, monkeypatc
     ResultFile(tmp_path / "out.jsonl", {}, 1, 1).close()  # nobody holds the lock
 
 
+def test_rows_go_to_a_file_and_to_nothing_else(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ValueError, match=f"^{path}: expected a file for the rows, got"):
+            ResultFile(path, {}, 1, 1)
+        assert not path.with_name(path.name + ".options.json").exists()
+
+
 # --- Output files that are not to be touched --------------------------------------------------------------------
 
 
@@ -629,7 +638,8 @@ BAD = {
 @pytest.mark.usefixtures("_no_work")
 def test_all_bad_rows_are_listed_with_their_lines(model_dir: Path, tmp_path: Path) -> None:
     prompts, good = tmp_path / "prompts.jsonl", b'{"text": "w1"}\n'
-    prompts.write_bytes(b"".join(good + bad + b"\n" for bad in BAD))
+    # The mark that some editors begin a file with is no part of its first line.
+    prompts.write_bytes(codecs.BOM_UTF8 + b"".join(good + bad + b"\n" for bad in BAD))
     problems = refused(arguments(model_dir, prompts, tmp_path / "out.jsonl")).splitlines()[1:]
     for i, (problem, message) in enumerate(zip(problems, BAD.values(), strict=True)):
         assert problem.startswith(f"  line {2 * i + 2}: {message}")

@@ -28,3 +28,14 @@ def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_raised_later(mon
         with pytest.raises(KeyboardInterrupt):
             check()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_process_that_ignores_interrupts_goes_on_doing_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts() as check:
+            signal.raise_signal(signal.SIGINT)
+            check()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
