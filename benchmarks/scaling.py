@@ -6,7 +6,8 @@
 The step is that of benchmarks.decoding, on one GPU and on every mesh of the axes "context" and "tensor" that there are
 GPUs for; its first logits are held to those of one GPU. With `--data` there are as many such meshes as there are GPUs
 for, each with a document of its own, and all decode at once. Attention and exchanges are timed in loops on the device;
-of that of an exchange, the time of the same loop without it is taken off. `--predict` needs no GPU: it writes what
+of that of an exchange, the time of the same loop without it is taken off. Those that kernels make here are timed beside
+XLA's collectives in their place. `--predict` needs no GPU: it writes what
 benchmarks.scaling_predictions says.
 """
 
@@ -67,6 +68,9 @@ ROOTS = (120_000, 1 << 20)
 
 #: Of attention and exchanges, so many in a loop; of each loop and step, rounds of calls, each as long as that at most.
 IN_A_LOOP, CALLS, ROUNDS, ROUND_SECONDS = 100, 10, 3, 0.3
+
+#: Numbers of a head whose partials are exchanged, as those of most models.
+_HEAD = 128
 
 
 def main() -> None:
@@ -137,7 +141,7 @@ def measure_all(
         expected = layer_attention_us(config, case, group, machine, costs)
         row = described(case, group, "attention of a layer over ") | {"variant": "attention", "predicted_us": expected}
         yield row | taken(partial(measure_attention, config, case, group))
-    kinds = {False, all(stride_of(mesh_of(group)) is not None for group in meshes if group != ALONE)}
+    kinds = {False, all(has_mailboxes(group) for group in meshes if group != ALONE)}
     listed = [
         exchanges(config, case.requests, group, mailboxes)
         for case, group, mailboxes in product(exchanged, meshes, sorted(kinds))
@@ -164,7 +168,7 @@ def measure_steps(
     model, references = random_decoder(config, progress=True), dict[SharedDocument, np.ndarray]()
     for case, group in tqdm(list(product(cases, meshes))):
         count = len(jax.devices()) // group.devices if data else 1
-        mailboxes = all(stride_of(mesh_of(group, number)) is not None for number in range(count))
+        mailboxes = has_mailboxes(group, count)
         expected = sum(step_us(config, case, group, machine, costs, mailboxes).values())
         row = described(case, group, count=count) | {"variant": "step", "predicted_us": expected}
         row |= {"mailboxes": mailboxes} if group != ALONE else {}
@@ -203,6 +207,11 @@ def mesh_of(group: Parallel, number: int = 0) -> Mesh:
     devices = jax.devices()[number * group.devices :][: group.devices]
     sizes = group.tensor, group.context
     return jax.make_mesh(sizes, (TENSOR, CONTEXT), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def has_mailboxes(group: Parallel, count: int = 1) -> bool:
+    """Whether the devices of the first so many meshes exchange by kernels."""
+    return all(stride_of(mesh_of(group, number)) is not None for number in range(count))
 
 
 def measure_step(
@@ -250,7 +259,7 @@ def loop_of(exchange: Exchange, *, alone: bool) -> partial[Array]:
     count = exchange.devices
     devices = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
     numbers = -(-exchange.bytes // 2 // count) * count  # of 2 bytes
-    if exchange.kind == "merge_parts":  # of heads of 128, which have 8 bytes more each
+    if exchange.kind == "merge_parts":  # heads have 8 bytes more each
         numbers = exchange.bytes // (2 * _HEAD + 8) * _HEAD
 
     def run(x: Array) -> Array:
@@ -267,12 +276,9 @@ def loop_of(exchange: Exchange, *, alone: bool) -> partial[Array]:
     return partial(jax.jit(loop), array)
 
 
-_HEAD = 128
-
-
 def _exchange(exchange: Exchange, x: Array) -> tuple[Callable[[Array], Array], Array]:
     """Return what exchanges arrays like x, and x, which is there when all devices are ready to."""
-    count, heads = exchange.devices, x.reshape(1, -1, _HEAD) if x.size % _HEAD == 0 else x
+    count = exchange.devices
     collectives = {
         "psum": lambda x: lax.psum(x, "x"),
         "all_gather": lambda x: lax.all_gather(x, "x").max(axis=0),
@@ -280,14 +286,15 @@ def _exchange(exchange: Exchange, x: Array) -> tuple[Callable[[Array], Array], A
     }
     if exchange.kind in collectives:
         return collectives[exchange.kind], x
-    is_merge = exchange.kind == "merge_parts"
-    of, like = (Mailbox.for_merges, heads) if is_merge else (Mailbox.for_arrays, x)
+    of, like = Mailbox.for_arrays, x
+    if exchange.kind == "merge_parts":
+        of, like = Mailbox.for_merges, x.reshape(1, -1, _HEAD)
     mailbox = of(jnp.ravel(x)[0].astype(jnp.int32), like, count)
     assert mailbox is not None  # the model says that it is for the kernel
 
     def merge(x: Array) -> Array:
-        ones = jnp.ones(heads.shape[:2], jnp.float32)
-        out, _, _ = mailbox.merge(x.reshape(heads.shape), ones, ones)
+        ones = jnp.ones(like.shape[:2], jnp.float32)
+        out, _, _ = mailbox.merge(x.reshape(like.shape), ones, ones)
         return jnp.tile(out.reshape(-1), count)
 
     kernels = {"add_up": mailbox.add_up, "collect": lambda x: mailbox.collect(x).max(axis=0), "merge_parts": merge}

@@ -50,13 +50,17 @@ NVLINK = Link(270e3, 12.0)
 INFINIBAND = Link(50e3, 30.0)
 
 
+#: Also those of a process, between which kernels exchange.
+GPUS_OF_A_HOST = 8
+
+
 @dataclass(frozen=True)
 class Machine:
     """GPUs in hosts, as in DGX H100 and DGX H200."""
 
     rates: Ceilings
     memory_bytes: float
-    gpus_per_host: int = 8
+    gpus_per_host: int = GPUS_OF_A_HOST
     inside: Link = NVLINK
     kernel_latency_us: float = 4.0  # of an exchange by a kernel, inside
     between: Link = INFINIBAND
@@ -144,10 +148,6 @@ class Exchange(NamedTuple):
         return self.kind in ("add_up", "collect", "merge_parts")
 
 
-#: GPUs of a process, between which kernels exchange: those of a host.
-_GPUS_OF_A_PROCESS = 8
-
-
 def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxes: bool = True) -> list[Exchange]:
     """List the exchanges of a step; `codec_jax.nnx.parallel` says what each is for.
 
@@ -158,7 +158,7 @@ def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxe
     rows = math.ceil(requests / parallel.devices) * parallel.devices  # each device draws for as many
     columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
     gathers = 0 if repeated_bytes(config, parallel) else layers
-    meet = mailboxes and parallel.devices <= _GPUS_OF_A_PROCESS
+    meet = mailboxes and parallel.devices <= GPUS_OF_A_HOST
 
     def by(kernel: str, collective: str, sizes_of: Callable[..., Sizes | None], devices: int, *shape: int) -> str:
         like = jax.ShapeDtypeStruct((requests, 1, *shape), config.dtype)

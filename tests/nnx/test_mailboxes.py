@@ -90,7 +90,7 @@ def test_layers_exchange_through_mailboxes(
     assert counts == Counter(sums=2 * layers, merges=merges, gathers=merges if gathers else 0)
 
 
-def test_gpus_that_have_none_are_told_of_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_have_none_are_told_of_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100", id=0)
     of_two, of_one = (
         SimpleNamespace(devices=np.asarray([device] * count), size=count, axis_names=("tensor",)) for count in (2, 1)
