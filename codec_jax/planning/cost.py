@@ -34,11 +34,12 @@ _SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
 _FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
 
 #: Share of the wait for memory that shows however much bandwidth others leave: a thread block has two blocks in flight,
-#: too few to hide all of it.
-_MIN_STALL = 0.3
+#: too few to hide all of it. This and the next one are those with which calls took least; less of both would predict
+#: better what a call takes where arithmetic decides.
+_MIN_STALL = 0.5
 #: Time of a wide block over that of the table where memory decides. There all thread blocks read alike; beside some
 #: that have narrow blocks, those with wide ones get less: they keep what they have read for longer, and ask for less.
-_WIDE_WAIT = 1.1
+_WIDE_WAIT = 1.25
 
 Table = tuple[tuple[float, ...], ...]
 

@@ -2,15 +2,16 @@
 
     one kv head   |..|--- stream 0 ---|..|--- stream 1 ---|- 2 -|- 3 -|
     runs             |  r0   |   r1   |  |   r2  |   r3   |               .. .. 2 | 2 3     run r of head h: thread
-                                                                            r4      r5      block place(r) K + h
+                                                                            r4      r5      block h x runs + place(r)
 
 A stream that fills whole runs does so up to its last block, and what is left of all streams is laid end to end and
 shared by the other runs; a stream that fills most of one more has equal runs to itself. So equal streams are cut alike,
 and every kv head is. Streams none of which fills a run go whole to one run after the other, round by round, and only
 the last ones are cut, to fill up the runs. Thread blocks that read the same pages then do so at the same time: in K and
 V of other heads, which lie next to each other in memory, or once more for another pair of tiles, from the L2 cache.
-Runs are placed with those of other streams between them: neighbours share their way to that cache, and wide streams,
-which ask for little, leave it to narrow ones. Paper: doi 10.1145/3802028.
+Thread blocks of consecutive numbers share their way to that cache. So all runs of a head are neighbours, with those of
+other streams between them: wide streams, which ask for little, leave it to narrow ones, wherever a launch begins.
+Paper: doi 10.1145/3802028.
 """
 
 from __future__ import annotations
@@ -95,9 +96,8 @@ def even_runs(work: Work, estimate: Estimate) -> Schedule:
     run, item, begin, end = cut_into_runs(costs, num_runs)
     first, last = costs.block_at(item, begin), costs.block_at(item, end)
     run, item, first, last = (x[last > first] for x in (run, item, first, last))
-    # Groups take turns: the same runs of all of them are neighbours.
     place = np.argsort(np.argsort(np.arange(num_runs) * _GOLDEN % 1))
-    cta = (place[run][:, None] * num_groups + np.arange(num_groups)).reshape(-1)
+    cta = (place[run][:, None] + np.arange(num_groups) * num_runs).reshape(-1)
     order = np.argsort(cta, kind="stable")
     at, group = np.divmod(order, num_groups)
     stream = costs.stream[item[at]]

@@ -157,25 +157,26 @@ load of 4 thread blocks: mean 4.0, min 3.0, max 5.0, 1.250x the mean, in microse
 
 thread blocks  mean █, max ░                       min    mean     max  segments    wide  narrow  masked
 0              ██████████████████████████████      5.0     5.0     5.0         1       0       2       0
-1              ██████████████████████████████      5.0     5.0     5.0         1       0       2       0
-2              ██████████████████                  3.0     3.0     3.0         1       0       1       1
+1              ██████████████████                  3.0     3.0     3.0         1       0       1       1
+2              ██████████████████████████████      5.0     5.0     5.0         1       0       2       0
 3              ██████████████████                  3.0     3.0     3.0         1       0       1       1
 """
     )
 
 
 @pytest.mark.parametrize(
-    "leaf_blocks",
-    [1, 50],
+    ("leaf_blocks", "waiting"),
+    # All wait for memory, as there is nothing else to do meanwhile. Of short leaves half of the wait shows at least.
+    [(50, None), (20, None), (1, 0.5)],
 )
-def test_a_pair_that_reads_alone_waits_for_memory_as_narrow_streams_do(leaf_blocks, shown):
+def test_a_pair_that_reads_alone_waits_for_memory_as_narrow_streams_do(leaf_blocks, waiting, shown):
     # A tile for each of two requests: the pair reads the root.
     forest = Forest.from_nodes([-1, 0, 0], [128 * 128, leaf_blocks * 128, leaf_blocks * 128], [1, 2])
     sizes = {"tile_rows": 8, "block_tokens": 128, "lanes": 2}
     model = cost_model(HeadLayout(16, 2, 16, 16))
     plan = make_plan(forest, num_q_heads=16, num_kv_heads=2, head_dim=16, num_ctas=1, cost_model=model, **sizes)
-    # All wait for memory, as there is nothing else to do meanwhile.
-    expected = 2 * (128 * 2.0 + 2 * leaf_blocks * 2.0 + 3 * 3.0 + 4 * 0.5)
+    wide, narrow = (2.0, 2.0) if waiting is None else (1.8 + waiting * (2.5 - 1.8), 1.0 + waiting * (2.0 - 1.0))
+    expected = 2 * (128 * wide + 2 * leaf_blocks * narrow + 3 * 3.0 + 4 * 0.5)
     np.testing.assert_allclose(loads(plan), [expected], rtol=1e-6)
     text = shown(plan)
     read = 128 * (128 + 2 * leaf_blocks)
