@@ -163,7 +163,8 @@ class AsyncEngine(Generic[EngineT]):
         Args:
           function: takes the engine, and runs in its thread: what it waits for, all requests wait for.
 
-        Raises what the function raises, StoppedError if a step failed or the engine is not served any more.
+        Raises what the function raises (RuntimeError for StopIteration), StoppedError if a step failed or the engine is
+        not served any more.
         """
         future: Future[Result] = Future()
 
@@ -174,6 +175,10 @@ class AsyncEngine(Generic[EngineT]):
                 if self._error is not None:
                     raise self._failure()
                 future.set_result(function(engine))
+            except StopIteration as error:  # which no coroutine can raise
+                raised = RuntimeError("function: expected no StopIteration, got one")
+                raised.__cause__ = error
+                future.set_exception(raised)
             except BaseException as error:
                 future.set_exception(error)
 
@@ -261,8 +266,9 @@ class AsyncEngine(Generic[EngineT]):
                         return
                 for call in calls:
                     call(engine)
-                news = engine.step() if not engine.idle else []
-                self._tell(list(self._told) if calls else news)  # a call may have finished any of them
+                if not engine.idle:
+                    engine.step()
+                self._tell()
         except BaseException as error:
             with self._wake:
                 self._error = error
@@ -275,12 +281,11 @@ class AsyncEngine(Generic[EngineT]):
         finally:
             self._loop.call_soon_threadsafe(self._ended.set)
 
-    def _tell(self, requests: Iterable[Request]) -> None:
-        """Deliver what is new of requests that somebody follows."""
+    def _tell(self) -> None:
+        """Deliver what is new of requests that somebody follows: calls and callbacks may have finished any of them."""
         news: list[tuple[Following, tuple[int, Update] | StoppedError]] = []
-        for request in requests:
-            told = self._told.get(request)
-            if told is None or (len(request.tokens) == told.tokens and not request.finished):
+        for request, told in list(self._told.items()):
+            if len(request.tokens) == told.tokens and not request.finished:
                 continue
             update = Update(request.tokens[told.tokens :], request.text[told.characters :], request.finish_reason)
             told.tokens, told.characters = len(request.tokens), len(request.text)

@@ -65,8 +65,11 @@ class TensorFiles:
 
     def _read(self, source: Source, number: int, cut: Cut) -> Array | np.ndarray | Fp8:
         """Read what devices get of their tensor of that number, to these devices."""
-        name = source.tensors[number][1]
-        if name not in source.scales:
+        step = _tensors_of_device(source, cut)  # one for each device where these have experts of their own
+        scaled = {name in source.scales for _, name in source.tensors[number::step]}
+        if len(scaled) > 1:
+            return self._sent(source, number, cut, partial(self._meant, source))
+        if not any(scaled):
             return self._sent(source, number, cut, lambda file, name: self._opened[file].get_slice(name))
         stored = self._sent(source, number, cut, self._stored.read)
         return Fp8(stored, self._sent(source, number, cut, partial(self._scales, source, cut)))
@@ -92,6 +95,13 @@ class TensorFiles:
             return tensor[(slice(None),) * axis + (slice(start, start + width),)]
 
         return send(axis, tuple(shape), block)
+
+    def _meant(self, source: Source, file: Path, name: str) -> np.ndarray:
+        """Read what a tensor means, float32, whether it is in float8 or not."""
+        if name not in source.scales:
+            return np.asarray(self._opened[file].get_tensor(name), np.float32)
+        scale = self._opened[source.scales[name]].get_tensor(name + SCALES)
+        return np.asarray(Fp8(self._stored.read(file, name), scale).decoded())
 
     def _scales(self, source: Source, cut: Cut, file: Path, name: str) -> np.ndarray:
         """Read the scales of a tensor; where devices get parts of it, of each number along the axis that is divided."""

@@ -116,6 +116,22 @@ def test_what_is_followed_and_is_no_request_is_refused_and_nobody_else_suffers(e
     assert asyncio.run(main()) == dense.greedy(PROMPTS[0], 20)
 
 
+def test_who_follows_one_that_a_callback_aborts_is_told(fresh: Engine) -> None:
+    waiting: list[Request] = []
+
+    def submit(engine: Engine) -> list[Request]:
+        first = [engine.submit(PROMPTS[0], greedy(2), on_update=lambda *_: engine.abort(waiting[0])) for _ in range(4)]
+        waiting.append(engine.submit(PROMPTS[1], greedy(2)))  # there is room for four
+        return [*first, *waiting]
+
+    async def main() -> list[str | None]:
+        async with AsyncEngine(fresh) as serving:
+            updates = [each async for each in await asyncio.wait_for(serving.follow(submit), 60)]
+            return [update.finish_reason for number, update in updates if number == 4]
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == ["abort"]
+
+
 def test_one_that_does_not_take_its_updates_holds_up_nobody(engine: Engine, dense: Dense) -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
@@ -179,6 +195,8 @@ def test_errors_of_calls_are_raised_where_they_were_made(engine: Engine, dense: 
                 await tokens_of(serving, [], greedy())
             with pytest.raises(ZeroDivisionError):
                 await serving.call(lambda engine: 1 // 0)
+            with pytest.raises(RuntimeError, match="expected no StopIteration"):
+                await serving.call(lambda engine: next(iter([])))
             with pytest.raises(RuntimeError, match="not served yet"):
                 await serving.__aenter__()
             assert await other == dense.greedy(PROMPTS[0], 20)

@@ -316,6 +316,14 @@ def test_weights_in_float8_are_what_their_scales_make_of_them(tmp_path: Path) ->
         assert_read_to_its_devices(open_checkpoint(fp8), mesh_of(*sizes))
         assert_read_to_its_devices(open_checkpoint(plain), mesh_of(*sizes))
 
+    # Of some experts, too, in files that leave others as they were.
+    whole = [f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight" for expert in (0, 3) for part in ("up", "down")]
+    some = {each: tensor for each, tensor in stored.items() if each.removesuffix("_scale_inv") not in whole}
+    mixed = write(tmp_path / "mixed", FILE, some | {each: meant[each] for each in whole})
+    for path, weight in weights_of(open_checkpoint(mixed).load(jnp.float32)).items():
+        np.testing.assert_allclose(weight, want[path], rtol=1e-6, err_msg=path)
+    assert_read_to_its_devices(open_checkpoint(mixed), mesh_of(2, 2))
+
     name = "model.layers.0.mlp.up_proj.weight"
     changes: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"quantization_config": None}, {}, f"expected {name} as one of BF16, F16, F32, got F8_E4M3; quantised"),
