@@ -10,6 +10,7 @@ Only files in the directory are read; nothing is ever downloaded.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,11 +35,14 @@ from codec_jax.nnx.checkpoint_tensors import Source, TensorFiles
 from codec_jax.nnx.checkpoint_values import shown
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
-from codec_jax.nnx.fp8 import FP8, SCALES, shape_of_scales
+from codec_jax.nnx.fp8 import FP8, SCALES, StoredTensors, shape_of_scales
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.shards import Cut, PlacedDecoder, check_sizes
 from codec_jax.nnx.tensors import UNNEEDED, parts_of
 from codec_jax.nnx.weights import filled, parameter_shapes
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_AT_ONCE = 1 << 26  # bytes that are compared
 
 
 class _Tensor(NamedTuple):
@@ -246,7 +250,7 @@ def _read_headers(directory: Path, problems: list[str]) -> _Headers:
         files = [single]
     elif index.exists():
         file_of = _read_index(index, problems)
-        files = [directory / name for name in sorted(set(file_of.values()))]
+        files = sorted({directory / name for name in file_of.values()})
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files and not index.exists():
@@ -286,6 +290,18 @@ def _read_index(file: Path, problems: list[str]) -> dict[str, str]:
     return {} if outside else file_of
 
 
+def _are_equal(one: _Tensor, other: _Tensor) -> bool:
+    """Whether a head and an embedding have the same bits."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if not math.prod(one.shape):
+        return True
+    stored = StoredTensors()
+    head, embedding = stored.bytes_of(one.file, _HEAD), stored.bytes_of(other.file, _EMBEDDING)
+    starts = range(0, len(head), _AT_ONCE)
+    return all((head[i : i + _AT_ONCE] == embedding[i : i + _AT_ONCE]).all() for i in starts)
+
+
 def _match(
     config: DecoderConfig, headers: _Headers, mxfp4: bool, fp8: bool, further: int, problems: list[str]
 ) -> dict[str, Source]:
@@ -306,7 +322,15 @@ def _match(
         expected |= {name: (shape, (FP8,)), name + SCALES: (shape_of_scales(shape), dtypes)}
     unread_layers = range(config.num_layers, config.num_layers + further)
     for name, tensor in headers.tensors.items():
-        if re.fullmatch(UNNEEDED, name) or (name == "lm_head.weight" and config.tied_embeddings):
+        if re.fullmatch(UNNEEDED, name):
+            continue
+        if name == _HEAD and config.tied_embeddings:
+            embedding = headers.tensors.get(_EMBEDDING)
+            if embedding is not None and not _are_equal(tensor, embedding):
+                problems.append(
+                    f"{tensor.file.name}: expected {_HEAD} to be {_EMBEDDING}, as tie_word_embeddings says, got "
+                    "another one; which is meant? set tie_word_embeddings to false, or leave the tensor out"
+                )
             continue
         if (layer := re.match(r"model\.layers\.(\d{1,10})\.", name)) and int(layer[1]) in unread_layers:
             continue

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 from safetensors import safe_open
 
+from codec_jax.forest.kv_pages import MOST_SCALE
 from codec_jax.nnx.fp8 import SCALES, Fp8, StoredTensors, spread
 from codec_jax.nnx.shards import Cut, assembled
 from codec_jax.nnx.tensors import TRANSPOSED, Layout, arranged
@@ -100,12 +101,21 @@ class TensorFiles:
         """Read what a tensor means, float32, whether it is in float8 or not."""
         if name not in source.scales:
             return np.asarray(self._opened[file].get_tensor(name), np.float32)
-        scale = self._opened[source.scales[name]].get_tensor(name + SCALES)
-        return np.asarray(Fp8(self._stored.read(file, name), scale).decoded())
+        return np.asarray(Fp8(self._stored.read(file, name), self._scales_of(source, name)).decoded())
+
+    def _scales_of(self, source: Source, name: str) -> np.ndarray:
+        """Read the scales of a tensor as they are. Raises ValueError for any that make no numbers; 0 is of zeros."""
+        file = source.scales[name]
+        scale = self._opened[file].get_tensor(name + SCALES)
+        numbers = scale.astype(np.float32)
+        wrong = numbers[~((numbers >= 0) & (numbers <= MOST_SCALE))]
+        if wrong.size:
+            raise ValueError(f"{file.name}: expected numbers from 0 to 2**100 as {name}{SCALES}, got {wrong[0]:g}")
+        return scale
 
     def _scales(self, source: Source, cut: Cut, file: Path, name: str) -> np.ndarray:
         """Read the scales of a tensor; where devices get parts of it, of each number along the axis that is divided."""
-        scale = self._opened[source.scales[name]].get_tensor(name + SCALES)
+        scale = self._scales_of(source, name)
         if cut.parallel.devices == 1 or source.layout == "experts":
             return scale
         axis = _axis(source.layout, cut)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from codec_jax.arrays import HostOrDevice
 
@@ -63,11 +63,15 @@ class StoredTensors:
 
     def read(self, file: Path, name: str) -> Float[np.ndarray, "outputs inputs"]:
         """Map a tensor of a file."""
+        stored = self.bytes_of(file, name)
+        return stored.view(jnp.float8_e4m3fn).reshape(self._headers[file][1][name]["shape"])
+
+    def bytes_of(self, file: Path, name: str) -> UInt8[np.ndarray, " bytes"]:
+        """Map the bytes of a tensor of a file."""
         if file not in self._headers:
             with file.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 self._headers[file] = 8 + size, json.loads(opened.read(size))
         data, header = self._headers[file]
         start, end = header[name]["data_offsets"]
-        stored = np.memmap(file, np.uint8, mode="r", offset=data + start, shape=end - start)
-        return stored.view(jnp.float8_e4m3fn).reshape(header[name]["shape"])
+        return np.memmap(file, np.uint8, mode="r", offset=data + start, shape=end - start)

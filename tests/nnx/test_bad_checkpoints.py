@@ -54,6 +54,11 @@ WRONG = {
         change_tensors(lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[NORM]})),
         "model.safetensors: expected no model.layers.2.mlp.up_proj.weight, which the decoder does not have",
     ),
+    "a head beside a tied embedding": (  # which transformers takes, unlike older ones
+        change_tensors(lambda t: t.update({"lm_head.weight": 2 * t["model.embed_tokens.weight"]})),
+        "model.safetensors: expected lm_head.weight to be model.embed_tokens.weight, as tie_word_embeddings says, got "
+        r"another one; which is meant\? set tie_word_embeddings to false, or leave the tensor out",
+    ),
     "bias": (
         change_tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": t[NORM]})),
         "model.safetensors: expected no model.layers.0.self_attn.q_proj.bias, which the decoder does not have",

@@ -1,5 +1,6 @@
 """Checkpoints that serve: their logits, their weights, what they say, and published sizes."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -147,11 +148,19 @@ def test_another_dtype_is_refused(tmp_path: Path) -> None:
 def test_tensors_that_follow_from_others_are_not_needed(tmp_path: Path) -> None:
     tensors = tensors_of(QWEN3)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(HEAD_DIM // 2, np.float32)
-    tensors["lm_head.weight"] = np.full(
-        (VOCAB, 32), np.nan, np.float32
-    )  # tied: transformers does not look at it either
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied
     model = open_checkpoint(write(tmp_path, QWEN3, tensors)).load(jnp.float32)
     assert np.isfinite(dense_logits(model, TOKENS)).all()
+
+
+def test_an_index_may_name_a_file_in_several_ways(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    index = write(tmp_path, QWEN3, tensors, shards=2) / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "./" + content["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(content))
+    model = open_checkpoint(tmp_path).load(jnp.float32)
+    np.testing.assert_array_equal(model.norm.scale[...], tensors["model.norm.weight"])
 
 
 def test_the_single_file_goes_before_shards_as_in_transformers(tmp_path: Path) -> None:

@@ -325,6 +325,11 @@ def test_weights_in_float8_are_what_their_scales_make_of_them(tmp_path: Path) ->
     assert_read_to_its_devices(open_checkpoint(mixed), mesh_of(2, 2))
 
     name = "model.layers.0.mlp.up_proj.weight"
+    for number in (np.nan, np.inf, -1.0, 2.0**101):
+        write(tmp_path / "wrong", FILE, stored | {name + "_scale_inv": np.full((2, 2), number, np.float32)})
+        for mesh in (None, mesh_of(2, 2)):
+            with pytest.raises(ValueError, match=rf"expected numbers from 0 to 2\*\*100 as {name}_scale_inv, got "):
+                open_checkpoint(tmp_path / "wrong").load(mesh=mesh)
     changes: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"quantization_config": None}, {}, f"expected {name} as one of BF16, F16, F32, got F8_E4M3; quantised"),
         ({}, {name + "_scale_inv": np.ones((1, 2), np.float32)}, r"_scale_inv of shape \(2, 2\), got \(1, 2\)"),
