@@ -132,7 +132,7 @@ def loads(work: Work, cut: Schedule) -> np.ndarray:
 def test_thread_blocks_with_wide_and_narrow_streams_alternate(wide):
     work = Work(wide=[wide] * 2, narrow=[16] * 64, masked=0, num_kv_heads=8, num_ctas=128)
     cut = work.cut()
-    first = cut.cta_ptr[:16]  # of each run in the first head
+    first = cut.cta_ptr[:32:2]  # of each run in the first head of a pair
     kinds = work.is_wide[cut.stream[first]]
     assert len(cut.cta_ptr) - 1 == 8 * 16
     share = max(kinds.mean(), 1 - kinds.mean())
@@ -145,7 +145,7 @@ def test_thread_blocks_with_wide_and_narrow_streams_alternate(wide):
 def test_thread_blocks_begin_short_streams_together_half_of_them_wide(wide):
     work = Work(wide=[30] * wide, narrow=[*range(40, 56), *[50] * 48], masked=0, num_kv_heads=8, num_ctas=132)
     cut = work.cut()
-    first = cut.cta_ptr[:16, None] + np.arange(3)  # segments of each run in the first head
+    first = cut.cta_ptr[:32:2, None] + np.arange(3)  # segments of each run in the first head of a pair
     waves = [set(streams) for streams in cut.stream[first].T.tolist()]
     np.testing.assert_array_equal(cut.begin[first], work.ptr[cut.stream[first]])
     np.testing.assert_array_equal(cut.end[first], work.ptr[cut.stream[first] + 1])
@@ -302,10 +302,12 @@ def test_all_groups_of_heads_are_cut_alike_and_read_the_same_at_the_same_time(nu
     ]
     groups_of_runs = [set(cut.head[lo:hi] // heads_of_group) for lo, hi in itertools.pairwise(cut.cta_ptr)]
     assert len(runs) == num_ctas // groups * groups
-    each = num_ctas // groups
+    together = 1 if groups % 2 else 2
     for number, run in enumerate(runs):
-        assert run == runs[number % each]
-        assert not run or groups_of_runs[number] == {number // each}
+        pair, place = divmod(number, num_ctas // groups * together)
+        nth = place % together
+        assert run == runs[place - nth]
+        assert not run or groups_of_runs[number] == {pair * together + nth}
 
 
 @given(st.integers(100, 2000), st.integers(2, 6), works(st.integers(0, 50), least_ctas=66))
