@@ -38,7 +38,7 @@ from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.fp8 import FP8, SCALES, StoredTensors, shape_of_scales
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.shards import Cut, PlacedDecoder, check_sizes
-from codec_jax.nnx.tensors import UNNEEDED, parts_of
+from codec_jax.nnx.tensors import MXFP4_GROUP, UNNEEDED, parts_of
 from codec_jax.nnx.weights import filled, parameter_shapes
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -314,6 +314,15 @@ def _match(
                 f"got {config.num_layers}"
             )
         return {}
+    if mxfp4 and config.mixture is not None:
+        sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.mixture.expert_size}
+        uneven = [f"{name} = {size}" for name, size in sizes.items() if size % MXFP4_GROUP]
+        if uneven:
+            problems.append(
+                f"config.json: expected sizes of experts in multiples of {MXFP4_GROUP}, which share a scale in MXFP4, "
+                f"got {', '.join(uneven)}"
+            )
+            return {}
     parts = {path: parts_of(config, path, shape.shape, mxfp4) for path, shape in parameter_shapes(config).items()}
     expected = {name: (shape, each.dtypes) for each in parts.values() for name, shape in each.shapes.items()}
     in_fp8 = {name for name, tensor in headers.tensors.items() if fp8 and tensor.dtype == FP8 and name in expected}

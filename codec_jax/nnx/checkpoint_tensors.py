@@ -22,7 +22,7 @@ from safetensors import safe_open
 from codec_jax.forest.kv_pages import MOST_SCALE
 from codec_jax.nnx.fp8 import SCALES, Fp8, StoredTensors, spread
 from codec_jax.nnx.shards import Cut, assembled
-from codec_jax.nnx.tensors import TRANSPOSED, Layout, arranged
+from codec_jax.nnx.tensors import MXFP4_NAN, TRANSPOSED, Layout, arranged
 
 
 class Source(NamedTuple):
@@ -66,11 +66,13 @@ class TensorFiles:
 
     def _read(self, source: Source, number: int, cut: Cut) -> Array | np.ndarray | Fp8:
         """Read what devices get of their tensor of that number, to these devices."""
-        step = _tensors_of_device(source, cut)  # one for each device where these have experts of their own
-        scaled = {name in source.scales for _, name in source.tensors[number::step]}
-        if len(scaled) > 1:
+        # One for each device where these have experts of their own, and those need not be stored alike.
+        alike = source.tensors[number :: _tensors_of_device(source, cut)]
+        if len({self._opened[file].get_slice(name).get_dtype() for file, name in alike}) > 1:
             return self._sent(source, number, cut, partial(self._meant, source))
-        if not any(scaled):
+        if source.layout.startswith("mxfp4") and number:
+            return self._sent(source, number, cut, self._exponents)
+        if alike[0][1] not in source.scales:
             return self._sent(source, number, cut, lambda file, name: self._opened[file].get_slice(name))
         stored = self._sent(source, number, cut, self._stored.read)
         return Fp8(stored, self._sent(source, number, cut, partial(self._scales, source, cut)))
@@ -104,14 +106,20 @@ class TensorFiles:
         return np.asarray(Fp8(self._stored.read(file, name), self._scales_of(source, name)).decoded())
 
     def _scales_of(self, source: Source, name: str) -> np.ndarray:
-        """Read the scales of a tensor as they are. Raises ValueError for any that make no numbers; 0 is of zeros."""
+        """Read the scales of a tensor, float32. Raises ValueError for any that make no numbers; 0 is of zeros."""
         file = source.scales[name]
-        scale = self._opened[file].get_tensor(name + SCALES)
-        numbers = scale.astype(np.float32)
+        numbers: np.ndarray = self._opened[file].get_tensor(name + SCALES).astype(np.float32)
         wrong = numbers[~((numbers >= 0) & (numbers <= MOST_SCALE))]
         if wrong.size:
             raise ValueError(f"{file.name}: expected numbers from 0 to 2**100 as {name}{SCALES}, got {wrong[0]:g}")
-        return scale
+        return numbers
+
+    def _exponents(self, file: Path, name: str) -> np.ndarray:
+        """Read the scales of a tensor in MXFP4, powers of two. Raises ValueError for those that are NaN."""
+        exponents: np.ndarray = self._opened[file].get_tensor(name)
+        if (exponents == MXFP4_NAN).any():
+            raise ValueError(f"{file.name}: expected numbers from 0 to {MXFP4_NAN - 1} as {name}, got {MXFP4_NAN}: NaN")
+        return exponents
 
     def _scales(self, source: Source, cut: Cut, file: Path, name: str) -> np.ndarray:
         """Read the scales of a tensor; where devices get parts of it, of each number along the axis that is divided."""

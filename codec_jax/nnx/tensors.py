@@ -29,8 +29,10 @@ Layout = Literal["plain", "linear", "experts", "interleaved", "mxfp4", "mxfp4 in
 TRANSPOSED = ("linear", "first", "last")
 
 #: MXFP4: numbers that share a scale, and what the 16 codes mean. A byte has two of them, the low half first.
-_GROUP = 32
+MXFP4_GROUP = 32
 _CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: A scale that is none.
+MXFP4_NAN = 255
 #: Added to the exponent of a scale.
 _EXPONENT_BIAS = 127
 
@@ -126,8 +128,8 @@ def parts_of(config: DecoderConfig, path: str, shape: tuple[int, ...], mxfp4: bo
     interleaved = rest.startswith("mlp.gate_up")
     if biased and len(shape) == 3 and mxfp4:
         experts, inputs, outputs = shape
-        groups = (experts, outputs, inputs // _GROUP)
-        shapes = {f"{names[0]}_blocks": (*groups, _GROUP // 2), f"{names[0]}_scales": groups}
+        groups = (experts, outputs, inputs // MXFP4_GROUP)
+        shapes = {f"{names[0]}_blocks": (*groups, MXFP4_GROUP // 2), f"{names[0]}_scales": groups}
         return Parts("mxfp4 interleaved" if interleaved else "mxfp4", shapes)
     if biased:
         return Parts("interleaved" if interleaved else "plain", {names[0]: shape})
@@ -172,7 +174,7 @@ def _of_mxfp4(
     blocks: UInt8[Array, "experts outputs groups 16"], scales: UInt8[Array, "experts outputs groups"]
 ) -> Float[Array, "experts outputs inputs"]:
     """Return the numbers that MXFP4 stands for, float32."""
-    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, _GROUP)
+    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, MXFP4_GROUP)
     value = jnp.asarray(_CODES + tuple(-code for code in _CODES), jnp.float32)[codes]
     exponent = scales.astype(jnp.int32)[..., None] - _EXPONENT_BIAS
     return jnp.ldexp(value, exponent).reshape(*scales.shape[:2], -1)

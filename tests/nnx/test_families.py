@@ -176,9 +176,35 @@ def test_experts_in_mxfp4_are_what_their_codes_mean(tmp_path: Path, dtype: Any) 
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices("cpu")[:2])
     assert_read_to_its_devices(open_checkpoint(tmp_path), mesh, dtype)
 
+    damaged = tensors | {f"{experts}down_proj_scales": tensors[f"{experts}down_proj_scales"].copy()}
+    damaged[f"{experts}down_proj_scales"][3, 31, 0] = 255  # NaN
+    save_file(damaged, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"from 0 to 254 as .*down_proj_scales, got 255: NaN"):
+        open_checkpoint(tmp_path).load(dtype)
+    with pytest.raises(ValueError, match=r"from 0 to 254 as .*down_proj_scales, got 255: NaN"):
+        open_checkpoint(tmp_path).load(dtype, mesh=mesh)
+
     tensors[f"{experts}down_proj_blocks"] = tensors[f"{experts}down_proj_blocks"].astype(np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"down_proj_blocks as one of U8, got F32"):
+        open_checkpoint(tmp_path)
+
+
+def test_sizes_that_leave_scales_of_mxfp4_a_part_of_their_numbers_are_refused(tmp_path: Path) -> None:
+    theirs_of("GptOss", {"rope_parameters": YARN, "intermediate_size": 48, "num_hidden_layers": 1}).save_pretrained(
+        tmp_path
+    )
+    save_tokenizer(tmp_path)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    for name in ("gate_up_proj", "down_proj"):
+        experts, inputs, outputs = tensors.pop(f"model.layers.0.mlp.experts.{name}").shape
+        for part, numbers in (("blocks", (16,)), ("scales", ())):
+            shape = experts, outputs, inputs // 32, *numbers
+            tensors[f"model.layers.0.mlp.experts.{name}_{part}"] = np.zeros(shape, np.uint8)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"multiples of 32, .*, got intermediate_size = 48"):
         open_checkpoint(tmp_path)
 
 

@@ -324,6 +324,27 @@ def test_weights_in_float8_are_what_their_scales_make_of_them(tmp_path: Path) ->
         np.testing.assert_allclose(weight, want[path], rtol=1e-6, err_msg=path)
     assert_read_to_its_devices(open_checkpoint(mixed), mesh_of(2, 2))
 
+    # Experts and scales of several dtypes: all of these numbers are in bfloat16, too.
+    last = "model.layers.1.mlp.experts.3."
+    short = {each: tensor for each, tensor in meant.items() if each.startswith(last)}
+    short = {each: tensor.astype(jnp.bfloat16) for each, tensor in short.items()}
+    rounded = {each: tensor.astype(np.float32) for each, tensor in short.items()}
+    several = write(tmp_path / "several", {**FILE, "quantization_config": None}, meant | short)
+    scales = {f"{last}{part}_proj.weight_scale_inv": 2.0**-7 for part in ("gate", "up", "down")}
+    scales = {each: np.full_like(stored[each], scale, jnp.bfloat16) for each, scale in scales.items()}
+    scaled = write(tmp_path / "scaled", FILE, stored | scales)
+    again = {
+        each: np.float32(tensor) * np.float32(2.0**-7)
+        for each, tensor in stored.items()
+        if each + "_scale_inv" in scales
+    }
+    for directory, numbers in ((several, rounded), (scaled, again)):
+        same = write(tmp_path / "same", {**FILE, "quantization_config": None}, meant | numbers)
+        want = weights_of(open_checkpoint(same).load(jnp.float32))
+        for path, weight in weights_of(open_checkpoint(directory).load(jnp.float32)).items():
+            np.testing.assert_allclose(weight, want[path], rtol=1e-6, err_msg=path)
+        assert_read_to_its_devices(open_checkpoint(directory), mesh_of(2, 2))
+
     name = "model.layers.0.mlp.up_proj.weight"
     for number in (np.nan, np.inf, -1.0, 2.0**101):
         write(tmp_path / "wrong", FILE, stored | {name + "_scale_inv": np.full((2, 2), number, np.float32)})
