@@ -94,9 +94,13 @@ class Device:
         if any(array.is_deleted() for array in jax.tree.leaves((self._pages, self._carried))):
             self._allocate()
 
-    def update_weights(self, model: Decoder | PlacedDecoder) -> None:
-        """Take other weights, for the steps from here on. Raises ValueError for those of another model."""
-        self._model, self.copies = self._model.updated(model), self._intervals.no_copies
+    def placed(self, model: Decoder | PlacedDecoder) -> PlacedDecoder:
+        """Return the weights of a model as they are kept here. Raises ValueError for those of another model."""
+        return self._model.updated(model)
+
+    def take_weights(self, placed: PlacedDecoder) -> None:
+        """Take what `placed` returned, for the steps from here on."""
+        self._model, self.copies = placed, self._intervals.no_copies
 
     def warm_up(self, cache: PrefixCache) -> None:
         """Compile all programs, and run each with nothing to do."""

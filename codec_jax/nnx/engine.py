@@ -279,17 +279,19 @@ class Engine:
     def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take the weights that a model has now. Nothing compiles; what the old ones computed is forgotten.
 
-        Running requests go on from what they have generated, computed again by the new weights.
+        Running requests go on from what they have generated, computed again by the new weights, which also give all
+        log-probabilities of a prompt that has not all of them yet.
 
         Args:
           model: a decoder of the same config.
 
         Raises ValueError for another config, or weights of other shapes or dtypes, RuntimeError in a callback. After an
-        interruption it is as with `step`, by the new weights.
+        interruption it is as with `step`; take the weights again.
         """
         self._refuse_in_callbacks()
-        self._device.update_weights(model)
-        with self._taking_in():
+        placed = self._device.placed(model)
+        with self._taking_in():  # whatever comes in between, nothing of the old weights stays beside the new ones
+            self._device.take_weights(placed)
             self._news += self._land()
             self._restart()
 
@@ -317,10 +319,11 @@ class Engine:
             self._flight = None
             self._device.restart()
             self._restart()
-            for request in self._scheduler.queue:  # a landing may have come to any of them halfway
+            again = list(self._scheduler.queue)  # callbacks may submit others
+            for request in again:  # a landing may have come to any of them halfway
                 with failing_alone(request):
                     begin(request, self.tokenizer)
-            self._news += [request for request in self._scheduler.queue if request.finished]
+            self._news += [request for request in again if request.finished]
             raise
         finally:
             self._is_taking_in = False
@@ -336,6 +339,9 @@ class Engine:
     def _restart(self) -> None:
         """Send everybody back to the queue, with what they have generated, and pinned prefixes before them."""
         self._scheduler.restart()
+        for request in self._scheduler.queue:  # half of a prompt's may be by other weights than the rest
+            if len(request.prompt_logprobs) < len(request.prompt) - 1 - request.scored_from:
+                request.prompt_logprobs.clear()
         for request, pages in self._pins.items():
             if pages is not None:
                 self._pins[request] = request.finish_reason = None

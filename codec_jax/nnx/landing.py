@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -66,16 +66,14 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
     """Give the requests their tokens, and tell those who listen; return how many each got."""
     drawn: dict[Running, list[int]] = {}
     reasons: dict[Running, FinishReason | None] = {}
+    updates: dict[Request, Update] = {}
     going = [running for running in step.drawing if not running.request.finished]
     for running in going:
         request, tokens = running.request, landed.tokens[running.row]
-        if request.finished:  # a callback of another one has aborted it
-            continue
-        with failing_alone(request):
+        with failing_alone(request, updates.__setitem__):
             _check_finite(~landed.broken[running.row], request)
             drawn[running], reasons[running] = _accepted(request, tokens[tokens >= 0].tolist())
     scheduler.grow(drawn)
-    updates: dict[Request, Update] = {}
     for running, accepted in drawn.items():
         row, request = running.row, running.request
         request.tokens.extend(accepted)
@@ -123,9 +121,14 @@ def settle(request: Request, tokens: list[int], reason: FinishReason | None) -> 
 
 def call_back(request: Request, update: Update) -> None:
     """Tell who listens what is new of a request, unless it was aborted since."""
-    if request.on_update is not None and request.finish_reason == update.finish_reason:
-        with failing_alone(request, calling_back=True):
+    if request.on_update is None or request.finish_reason != update.finish_reason:
+        return
+    if request.error is not None:
+        with suppress(Exception):  # the first error is the request's
             request.on_update(request, update)
+        return
+    with failing_alone(request, lambda *_: None):  # it has heard of what it raised
+        request.on_update(request, update)
 
 
 def finish(request: Request, reason: FinishReason) -> None:
@@ -160,22 +163,22 @@ def _consume(request: Request, tokens: Sequence[int]) -> None:
         if not request.matcher.consume_token(token):
             raise ValueError(f"matcher: expected token {token} to be consumed, which it had allowed")
     request.mask = request.matcher.compute_bitmask()
+    if len(request.mask) % 4:
+        raise ValueError(f"matcher: expected a mask of words of 4 bytes, got {len(request.mask)} bytes")
     if not np.frombuffer(request.mask, np.uint8).any() and not request.matcher.is_stopped():
         raise ValueError("matcher: expected a token to be allowed, or the matcher to be stopped, got neither")
 
 
 @contextmanager
-def failing_alone(request: Request, *, calling_back: bool = False) -> Iterator[None]:
-    """End a request, and nothing else, with an error that is raised here, and call back unless it comes from there."""
+def failing_alone(request: Request, told: Callable[[Request, Update], None] = call_back) -> Iterator[None]:
+    """End a request, and nothing else, with an error that is raised here, and let this be told."""
     before = len(request.text)
     try:
         yield
     except Exception as error:
         request.error = error
         finish(request, "error")
-        if request.on_update is not None and not calling_back:
-            with suppress(Exception):  # the first error is the request's
-                request.on_update(request, Update([], request.text[before:], "error"))
+        told(request, Update([], request.text[before:], "error"))
 
 
 def _check_finite(finite: np.bool, request: Request) -> None:

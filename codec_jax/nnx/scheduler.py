@@ -207,6 +207,8 @@ class Scheduler:
         while self.queue and not self.queue[0].finished and self._free_rows():
             request = self.queue[0]
             needed = -(-self._promise(request.tokens_left) // tree.page_size) + leaves_page
+            if not request.params.max_tokens:  # it may be pinned, and a fork has all pages of what it is a fork of
+                return
             if not np.array_equal(_wanted(request), wanted) or not self._is_room_for(needed):
                 return
             self.cache, [fork] = self.cache.fork([row])

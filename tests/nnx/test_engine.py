@@ -185,6 +185,25 @@ def test_a_callback_may_abort_a_request_that_lands_with_its_own(engine: Engine, 
     assert [update.finish_reason for update in heard if update.finish_reason] == ["length"] * (reason == "length")
 
 
+def test_who_is_aborted_by_the_callback_of_an_error_has_nothing_more(engine: Engine, dense: Dense) -> None:
+    """Also where tokens of both have come with the same step."""
+    had: list[int] = []
+    ends: list[str | None] = []
+
+    def cancel(_: Request, update: Update) -> None:
+        if update.finish_reason == "error":
+            engine.abort(first)
+            had.append(len(first.tokens))
+
+    first = engine.submit(PROMPTS[0], greedy(30), on_update=lambda _, update: ends.append(update.finish_reason))
+    failing = engine.submit(PROMPTS[0], greedy(matcher=Failing({1, 2, 3}, 6)), on_update=cancel)
+    run(engine)
+    assert isinstance(failing.error, RuntimeError)
+    assert (first.finish_reason, [len(first.tokens)]) == ("abort", had)
+    assert ends[-1] is None
+    assert_alone(first, dense)
+
+
 def test_samples_are_all_taken_or_none(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"stream: expected"):
         engine.submit_samples([1, 2], 3, SamplingParams(max_tokens=50, stream=2**31 - 2))
@@ -283,6 +302,15 @@ class Only:
         return type(self)(self.tokens, self.count)
 
 
+class Failing(Only):
+    """A constraint with an error when it would stop."""
+
+    def consume_token(self, token: int) -> bool:
+        if self.count == 1:
+            raise RuntimeError("no grammar")
+        return super().consume_token(token)
+
+
 def test_a_matcher_says_what_may_come_and_when_it_ends(engine: Engine, dense: Dense) -> None:
     others = [engine.submit(prompt, greedy()) for prompt in PROMPTS]
     matcher = Only({3, 11, 40}, 7)
@@ -301,16 +329,25 @@ def test_a_matcher_says_what_may_come_and_when_it_ends(engine: Engine, dense: De
         assert_alone(other, dense)
 
 
-def test_a_matcher_that_allows_nothing_ends_its_request(engine: Engine, dense: Dense) -> None:
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (bytes(VOCAB), "matcher: expected a token to be allowed"),
+        (b"\xff" * (VOCAB // 8), "matcher: expected a mask of words of 4 bytes, got 6 bytes"),
+    ],
+)
+def test_a_mask_of_no_token_or_of_half_a_word_ends_its_request(
+    mask: bytes, message: str, engine: Engine, dense: Dense
+) -> None:
     class Nothing(Only):
         def compute_bitmask(self) -> bytes:
-            return super().compute_bitmask() if self.count > 2 else bytes(VOCAB)
+            return super().compute_bitmask() if self.count > 2 else mask
 
     other = engine.submit(PROMPTS[1], greedy())
     [request] = engine.generate([PROMPTS[0]], greedy(20, matcher=Nothing({3, 11}, 4)))
     assert request.finish_reason == "error"
-    assert "expected a token to be allowed" in str(request.error)
-    with pytest.raises(ValueError, match=r"matcher: expected a token to be allowed"):
+    assert message in str(request.error)
+    with pytest.raises(ValueError, match=message):
         engine.submit(PROMPTS[0], greedy(20, matcher=Nothing({3, 11}, 2)))
     run(engine)
     assert_alone(other, dense)
@@ -405,13 +442,16 @@ def test_a_pin_counts_before_it_is_computed(setup: Setup) -> None:
     assert_no_page_leaked(engine)
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a request"])
 def test_a_pin_of_a_text_that_beams_found_takes_no_more_pages_than_it_has_tokens_for(
-    setup: Setup, dense: Dense
+    beside: bool, setup: Setup, dense: Dense
 ) -> None:
     """Each token of a beam may have a page of its own, which others must not wait for in vain."""
     engine = make_engine(setup.dense.model)
     best, *_ = beam_search(engine, LONG[:20], beams=4, max_tokens=24)
     text, unpinned = [*LONG[:20], *best.tokens], engine._pages_unpinned()
+    if beside:  # this one may have the pages of the beam
+        engine.submit([*text, 7], greedy(3))
     pin = engine.pin(text)
     run(engine)
     assert unpinned - engine._pages_unpinned() == -(-len(text) // PAGE_SIZE)
@@ -527,6 +567,42 @@ def test_an_interruption_of_what_lands_a_step_costs_only_time(
         assert_alone(request, dense)
 
 
+def test_an_interruption_leaves_nothing_of_the_old_weights_beside_the_new_ones(
+    engine: Engine, dense: Dense, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, weights = nnx.split(dense.model)
+    other = Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+    taken = engine._device.take_weights
+
+    def interrupted(*placed: Any) -> None:
+        taken(*placed)
+        raise KeyboardInterrupt
+
+    engine.generate([LONG[:100]], greedy(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._device, "take_weights", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(other.model)
+    [request] = engine.generate([LONG[:100]], greedy(5))
+    assert_alone(request, other)
+    engine.update_weights(dense.model)
+
+
+def test_log_probabilities_of_a_prompt_are_all_of_the_same_weights(engine: Engine, dense: Dense) -> None:
+    graph, weights = nnx.split(dense.model)
+    other = Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+    rng = np.random.default_rng(7)
+    for _ in range(2):  # a chunk of the step each, which leaves one
+        engine.submit(rng.integers(0, VOCAB, 120), greedy(1))
+    request = engine.submit(LONG, SamplingParams(max_tokens=0, prompt_logprobs=True))
+    engine.step()
+    engine.update_weights(other.model)
+    assert not request.finished
+    run(engine)
+    np.testing.assert_allclose(request.prompt_logprobs, other.logprobs(LONG[:1], LONG[1:]), atol=2e-4)
+    engine.update_weights(dense.model)
+
+
 def test_an_interruption_hides_no_request_that_has_finished(
     engine: Engine, dense: Dense, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,7 +635,10 @@ def test_an_interruption_tells_nobody_twice_and_of_all_that_fail_to_begin_again(
         told += engine.step()
     assert told.count(ended) >= 1
     assert any(running.request is ended for running in engine._flight.step.drawing)
-    waiting = engine.submit(PROMPTS[1], greedy())
+    retries: list[Request] = []
+    waiting = engine.submit(
+        PROMPTS[1], greedy(), on_update=lambda *_: retries.append(engine.submit(PROMPTS[1], greedy(3)))
+    )
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -579,6 +658,8 @@ def test_an_interruption_tells_nobody_twice_and_of_all_that_fail_to_begin_again(
     assert waiting in news
     assert waiting.finish_reason == "error"
     run(engine)
+    [retry] = retries
+    assert_alone(retry, dense)
 
 
 def test_a_pin_that_is_interrupted_as_it_finishes_waits_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
