@@ -17,6 +17,10 @@ def int_array(name: str, value: Integers) -> Int[np.ndarray, " n"]:
     except ValueError:  # lists of several lengths
         raise ValueError(f"{name}: expected a list of integers, got {value!r:.80}") from None
     if array.ndim != 1 or not (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
+        if isinstance(value, list | tuple) and all(
+            map(is_integer, value)
+        ):  # NumPy has no integers of more than 64 bits
+            raise ValueError(f"{name}: expected integers below 2**31, got {min(value)} to {max(value)}")
         raise ValueError(f"{name}: expected a list of integers, got {array.dtype} of shape {array.shape}")
     return array
 
@@ -39,7 +43,7 @@ def integer(name: str, value: Any, minimum: int = 1, below: int = 2**31) -> int:
     if is_integer(value) and minimum <= value < below:
         return int(value)
     limit = f" and below {below}" if is_integer(value) and value >= below else ""
-    raise ValueError(f"{name}: expected an integer of at least {minimum}{limit}, got {value!r}")
+    raise ValueError(f"{name}: expected an integer of at least {minimum}{limit}, got {value!r:.100}")
 
 
 def number(name: str, value: Any) -> float:
@@ -49,7 +53,7 @@ def number(name: str, value: Any) -> float:
         with np.errstate(over="ignore"), contextlib.suppress(OverflowError):
             if np.isfinite(np.float32(value)):
                 return float(value)
-    raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    raise ValueError(f"{name}: expected a finite number, got {value!r:.100}")
 
 
 def array(name: str, value: Any) -> Array:

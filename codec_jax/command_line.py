@@ -21,4 +21,4 @@ def number_parser(kind: type, expected: str, low: float, high: float) -> Callabl
 
 def gib_parser() -> Callable[[str], float]:
     """Return a parser of an amount of memory."""
-    return number_parser(float, "a positive number of GiB", math.ulp(0.0), math.inf)
+    return number_parser(float, "a positive number of GiB", math.ulp(0.0), 2.0**33)

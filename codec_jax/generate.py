@@ -75,6 +75,7 @@ from codec_jax.nnx.memory import (
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.replicas import PARALLEL_HELP, device_groups, replicated
 from codec_jax.nnx.shards import PlacedDecoder
+from codec_jax.nnx.text import token_ids
 from codec_jax.nnx.weights import parameter_shapes
 from codec_jax.result_file import ResultFile
 
@@ -112,6 +113,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = _open_model(arguments)
         content = arguments.prompts.read_bytes()  # once: a pipe has nothing more to read
         prompts = read_prompts(arguments.prompts, content, model, arguments.max_new_tokens)
+        if len(prompts) * arguments.samples >= 2**31:
+            raise ValueError(
+                f"--samples: expected fewer than 2**31 completions in all, got {len(prompts)} prompts with "
+                f"{arguments.samples} samples"
+            )
         params = _params(arguments, model)
         groups = device_groups(
             model.config,
@@ -275,9 +281,9 @@ def _prompt(line: bytes, model: Model) -> Int[np.ndarray, " tokens"]:
             )
         tokens = model.chat_template.encode(model.tokenizer, given)
     elif isinstance(given, str):
-        tokens = model.tokenizer.encode(given).ids
+        tokens = token_ids("text", given, model.tokenizer)
     else:
-        raise ValueError(f'expected a string as "text", got {given!r}')
+        raise ValueError(f'expected a string as "text", got {given!r:.100}')
     if not tokens:
         raise ValueError("expected at least one token, got none")
     prompt = checks.int_vector("tokens", tokens)

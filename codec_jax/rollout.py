@@ -183,6 +183,7 @@ class EngineRollout(BaseRollout):
         if mesh is not None and mesh.size > 1:
             places = [Mesh([[device]], (CONTEXT, TENSOR)) for device in mesh.devices.flat]
         self.engine = replicated([Engine(self._model, mesh=place, **sizes) for place in places])
+        self._weights = _split(self._model)
         self._streams = 0  # random streams that requests have had
         self._lock = threading.Lock()
 
@@ -216,12 +217,12 @@ class EngineRollout(BaseRollout):
             seed=seed_number(config.seed),
             stop_tokens=tuple([] if config.eos_tokens is None else config.eos_tokens) or (self.eos_id(),),
         )
-        requests = self._finished(tokens, params)
+        requests, weights = self._finished(tokens, params)
         logprobs = None
         if config.return_logprobs and config.temperature in (0.0, 1.0):
             logprobs = [np.asarray(request.logprobs, np.float32) for request in requests]
         elif config.return_logprobs:
-            logprobs = self._logprobs_at(config.temperature, requests, self.engine.max_context)
+            logprobs = _logprobs_at(config.temperature, requests, weights, self.engine.max_context)
         return RolloutOutput(
             text=[tokenizer.decode(r.tokens[: -1 if r.finish_reason == "stop" else None]) for r in requests],
             logits=[],
@@ -288,6 +289,7 @@ class EngineRollout(BaseRollout):
         with self._lock:
             for variable, value in taken:
                 variable.set_value(value)
+            self._weights = _split(self._model)
             self.engine.update_weights(self._model)
 
     def pad_id(self) -> int:
@@ -302,17 +304,22 @@ class EngineRollout(BaseRollout):
         """Return the model with the weights that the next rollout uses."""
         return self._model
 
-    def _finished(self, prompts: Sequence[Integers], params: SamplingParams) -> list[Request]:
-        """Submit a request for each prompt, and step until all are finished; other threads may step in between."""
+    def _finished(self, prompts: Sequence[Integers], params: SamplingParams) -> tuple[list[Request], Any]:
+        """Submit a request for each prompt, and step until all are finished; other threads may step in between.
+
+        Returns them, and the weights that drew last, for others may be there as soon as the lock is free.
+        """
         requests: list[Request] = []
         try:
             with self._lock:
+                weights = self._weights
                 for prompt in prompts:
                     params = replace(params, stream=self._streams)
                     requests.append(self.engine.submit(prompt, params))
                     self._streams += 1
             while not all(request.finished for request in requests):
                 with self._lock:
+                    weights = self._weights
                     self.engine.step()
         except BaseException:
             with self._lock:
@@ -322,22 +329,26 @@ class EngineRollout(BaseRollout):
         for request in requests:
             if request.error is not None:
                 raise request.error
-        return requests
+        return requests, weights
 
-    def _logprobs_at(
-        self, temperature: float, requests: Sequence[Request], width: int
-    ) -> list[Float[np.ndarray, " tokens"]]:
-        """Return the log-probability of each generated token at a temperature."""
-        tokens = np.zeros((len(requests), width), np.int32)
-        for row, request in zip(tokens, requests, strict=True):
-            row[: len(request.context)] = request.context
-        with self._lock:
-            graph, weights = nnx.split(self._model)
-        logprobs = np.asarray(_dense_logprobs(graph, weights, tokens, np.float32(temperature)))
-        return [
-            row[len(request.prompt) - 1 : len(request.context) - 1]
-            for row, request in zip(logprobs, requests, strict=True)
-        ]
+
+def _split(model: Decoder) -> tuple[Any, Any]:
+    """Return how a model is made, and its weights as they are now, in variables of their own."""
+    graph, weights = nnx.split(model)
+    return graph, jax.tree.map(lambda x: x, weights)
+
+
+def _logprobs_at(
+    temperature: float, requests: Sequence[Request], weights: Any, width: int
+) -> list[Float[np.ndarray, " tokens"]]:
+    """Return the log-probability of each generated token at a temperature."""
+    tokens = np.zeros((len(requests), width), np.int32)
+    for row, request in zip(tokens, requests, strict=True):
+        row[: len(request.context)] = request.context
+    logprobs = np.asarray(_dense_logprobs(*weights, tokens, np.float32(temperature)))
+    return [
+        row[len(request.prompt) - 1 : len(request.context) - 1] for row, request in zip(logprobs, requests, strict=True)
+    ]
 
 
 def left_padded(rows: Sequence[Sequence[int]], width: int, pad: int) -> Int[np.ndarray, "B P"]:

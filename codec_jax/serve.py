@@ -64,6 +64,8 @@ except ModuleNotFoundError as error:
 PAGE_SIZE = 16
 #: Bytes of a body; a prompt of a million tokens has fewer.
 MAX_BODY = 2**24
+#: A body must be there by then.
+BODY_SECONDS = 60.0
 #: The share of `max_tokens` that there must be pages for. Chats that name no limit may take the whole context, and
 #: hardly ever do.
 ROOM = 0.1
@@ -313,12 +315,16 @@ class _Server:
 
 
 async def _read(request: Request) -> bytes:
-    """Return the body of a call, if it is not too long."""
+    """Return the body of a call, if it is not too long and comes in time: the server does not end before."""
     content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MAX_BODY:
-            raise Refused(413, f"body: expected at most {MAX_BODY} bytes, got more")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                content += part
+                if len(content) > MAX_BODY:
+                    raise Refused(413, f"body: expected at most {MAX_BODY} bytes, got more")
+    except TimeoutError:
+        raise Refused(408, f"body: expected all of it within {BODY_SECONDS} s, got {len(content)} bytes") from None
     return bytes(content)
 
 

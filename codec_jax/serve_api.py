@@ -23,7 +23,7 @@ from codec_jax.nnx.checkpoint import Checkpoint
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request, Update
-from codec_jax.nnx.text import AddedText, added_texts
+from codec_jax.nnx.text import AddedText, added_texts, token_ids
 
 #: Answers that one body may ask for.
 MAX_SAMPLES, MAX_ANSWERS = 128, 2048
@@ -129,10 +129,10 @@ def read_call(content: bytes, chat: bool, served: Served) -> Call:
         if value is not None and name not in _IGNORED and not _is_neutral(name, value)
     }
     if (model := fields.pop("model", None)) != served.name:
-        raise Refused(404, f"model: expected {served.name!r}, got {model!r}", "model")
+        raise Refused(404, f"model: expected {served.name!r}, got {model!r:.100}", "model")
     stream, options = _boolean("stream", fields.pop("stream", False)), fields.pop("stream_options", {})
     if options != {} and not (stream and isinstance(options, dict) and options.keys() == {"include_usage"}):
-        raise ValueError(f"stream_options: expected include_usage only, and stream beside it, got {options!r}")
+        raise ValueError(f"stream_options: expected include_usage only, and stream beside it, got {options!r:.100}")
     usage = _boolean("stream_options", options.get("include_usage", False))
     samples = checks.integer("n", fields.pop("n", 1), below=MAX_SAMPLES + 1)
     prompts = [_chat(fields, served)] if chat else _prompts(fields.pop("prompt", None), served.checkpoint.tokenizer)
@@ -160,8 +160,7 @@ def read_call(content: bytes, chat: bool, served: Served) -> Call:
 
 def _json_object(content: bytes) -> dict[str, Any]:
     try:
-        # What no integer of the engine can be is left to the checks of the field.
-        body = json.loads(content, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
+        body = json.loads(content)
         json.dumps(body, ensure_ascii=False).encode("utf-8")  # escapes may have made half a character of UTF-16
     except (ValueError, RecursionError) as error:
         raise ValueError(f"body: expected JSON, got {error}") from error
@@ -188,7 +187,7 @@ def _is_tokens(value: Any) -> bool:
 def _prompts(given: Any, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of a text, several texts, a list of token ids, or several of these."""
     several = given if isinstance(given, list) and not _is_tokens(given) else [given]
-    prompts = [tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt for prompt in several]
+    prompts = [token_ids("prompt", prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in several]
     if not all(map(_is_tokens, prompts)):
         raise ValueError("prompt: expected a string, a list of strings, token ids, or a list of lists of token ids")
     return prompts

@@ -132,7 +132,7 @@ def retire(tree: Tree, readers: Int[np.ndarray, " nodes"], pool: PagePool, reque
     left = readers_of(tree.parent, leaf)
     # Only nodes that lost their last reader go: a tree given by hand may hold nodes that never had one.
     dead = (readers > 0) & (left == 0)
-    parent = np.where(dead, FREE, np.where((tree.parent >= 0) & dead[tree.parent], ROOT, tree.parent))
+    parent = np.where(dead, FREE, np.where((tree.parent >= 0) & dead[np.maximum(tree.parent, 0)], ROOT, tree.parent))
     thinner = tree._replace(parent=parent, length=np.where(dead, 0, tree.length), leaf=leaf)
     thinner, pool = resized(thinner, np.where(dead, 0, tree.page_count), pool)
     return merge_chains(thinner, left > 0), pool

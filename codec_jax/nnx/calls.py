@@ -20,6 +20,7 @@ from codec_jax.arrays import Integers
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.request import Request, Update
+from codec_jax.nnx.text import token_ids
 
 
 class Taking(Protocol):
@@ -218,7 +219,7 @@ def tokens_of(serving: Taking, name: str, prompt: str | Integers) -> Int[np.ndar
     if isinstance(prompt, str):
         if serving.tokenizer is None:
             raise ValueError(f"{name}: expected token ids, for the engine has no tokenizer, got text")
-        prompt = serving.tokenizer.encode(prompt).ids
+        prompt = token_ids(name, prompt, serving.tokenizer)
     tokens = checks.int_vector(name, prompt)
     if not tokens.size:
         raise ValueError(f"{name}: expected at least one token, got none")

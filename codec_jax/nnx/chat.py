@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from codec_jax import checks
 from codec_jax.nnx.checkpoint_config import shown
+from codec_jax.nnx.text import token_ids
 
 #: Of several templates, the one for chats with tools, and the one for all others.
 _WITH_TOOLS, _DEFAULT = "tool_use", "default"
@@ -103,7 +104,7 @@ class ChatTemplate:
         """
         checks.instance("tokenizer", tokenizer, Tokenizer)
         text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        return token_ids("messages", text, tokenizer, special=False)
 
 
 def read_chat_template(file: Path, tokenizer_config: Mapping[str, Any], problems: list[str]) -> ChatTemplate | None:

@@ -9,7 +9,7 @@ import numpy as np
 from codec_jax import checks
 
 #: What a row of the device's arrays has room for.
-MAX_STOP_TOKENS, MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS = 16, 300, 20
+MAX_STOP_TOKENS, MAX_STOPS, MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS = 16, 64, 300, 20
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ class SamplingParams:
     seed: int = 0  # the same seed draws the same tokens
     stream: int = 0  # number of the random stream: samples of one prompt take 0, 1, ...
     stop_tokens: tuple[int, ...] = ()  # tokens that end the text, 16 at most
-    stop: tuple[str, ...] = ()  # strings that end the text
+    stop: tuple[str, ...] = ()  # strings that end the text, 64 at most
     top_logprobs: int = 0  # the most likely tokens that come with each generated one, 20 at most
     prompt_logprobs: bool = False  # whether the log-probabilities of the prompt's tokens come, too
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of 300 tokens at most
@@ -95,7 +95,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_tokens", tuple(stop_tokens.tolist()))
         several = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         if not several or not all(isinstance(each, str) and each for each in self.stop):
-            raise ValueError(f"stop: expected a list of strings, none of them empty, got {self.stop!r}")
+            raise ValueError(f"stop: expected a list of strings, none of them empty, got {self.stop!r:.100}")
+        _at_most("stop", len(self.stop), MAX_STOPS, "strings")
         object.__setattr__(self, "stop", tuple(self.stop))
         checks.integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS + 1)
         if not isinstance(self.prompt_logprobs, bool):
@@ -126,6 +127,6 @@ class SamplingParams:
         checks.tokens("logit_bias", np.asarray(list(self.logit_bias), np.int64), vocab_size)
 
 
-def _at_most(name: str, count: int, limit: int) -> None:
+def _at_most(name: str, count: int, limit: int, what: str = "tokens") -> None:
     if count > limit:
-        raise ValueError(f"{name}: expected at most {limit} tokens, got {count}")
+        raise ValueError(f"{name}: expected at most {limit} {what}, got {count}")

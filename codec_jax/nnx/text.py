@@ -3,6 +3,7 @@
     push          tokens -> the text that no later token changes
     finish        the rest: half a character, or what might have become a stop string
     added_texts   what single tokens add: those that came, and those that might have
+    token_ids     the other way, for prompts
 
 A token is decoded together with the few before it, so text costs the same however long it is. `DecodeStream` of the
 tokenizers library does so too, but raises an error for bytes that are no text, which a model may well generate.
@@ -30,6 +31,23 @@ _NO_CHARACTER = "\ufffd"
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+
+
+def token_ids(name: str, text: str, tokenizer: Tokenizer, *, special: bool = True) -> list[int]:
+    """Return a text as token ids, while other threads go on: a batch leaves the interpreter to them, `encode` does not.
+
+    Args:
+      name: of the text in errors.
+      text: to encode.
+      tokenizer: of the model.
+      special: whether to add the tokens that the tokenizer begins or ends texts with.
+
+    Raises ValueError for a text that the tokenizer has no tokens for.
+    """
+    try:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    except Exception as error:  # of no class of its own
+        raise ValueError(f"{name}: expected text that the tokenizer takes, got its error: {error}") from error
 
 
 class TextStream:

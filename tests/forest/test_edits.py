@@ -253,6 +253,8 @@ def test_everything_is_free_again_after_a_search_over_shared_prefixes():
     assert used_nodes(forest) == []
     assert active_requests(forest) == []
     assert not forest.length.any()
+    forest, pool = forest.retire(pool, [])
+    assert pool.num_free == 32
 
 
 def test_fork_takes_the_free_request_slots_in_order_and_may_name_a_request_twice():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from codec_jax.nnx.text import TextStream, added_texts
+from codec_jax.nnx.text import TextStream, added_texts, token_ids
 
 CORPUS = [
     "the cat and the hat",
@@ -256,3 +256,10 @@ def test_what_is_no_token_is_refused() -> None:
         TextStream(TOKENIZERS["words"]).push([0, -1])
     with pytest.raises(TypeError, match=r"^tokenizer: expected a Tokenizer, got str"):
         TextStream("words")
+
+
+def test_a_text_that_the_tokenizer_has_no_tokens_for_is_named() -> None:
+    tokenizer = Tokenizer(models.Unigram([("w", -1.0), ("1", -2.0)]))
+    assert token_ids("prompt", "1w", tokenizer) == [1, 0]
+    with pytest.raises(ValueError, match=r"prompt: expected text that the tokenizer takes, got its error: "):
+        token_ids("prompt", "w2", tokenizer)

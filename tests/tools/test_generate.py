@@ -689,12 +689,17 @@ def test_sampling_options_out_of_range_are_refused(
     assert not (tmp_path / "o").exists()
 
 
+def test_more_samples_than_there_are_numbers_for_are_refused(finished: Finished, tmp_path: Path) -> None:
+    assert "--samples: expected fewer than 2**31" in refused(finished.arguments(tmp_path / "o", samples=2**31))
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "values", "message"),
     [
         (["max_new_tokens", "samples", "max_requests", "top_k"], ["0", "-1", "1.5"], "a positive whole number"),
         (["seed"], ["-1", "4294967296", "1.5"], r"a whole number from 0 to 2**32 - 1"),
-        (["kv_cache_gib"], ["0", "-1", "nan", "inf", "all"], "a positive number of GiB"),
+        (["kv_cache_gib"], ["0", "-1", "nan", "inf", "1e300", "all"], "a positive number of GiB"),
     ],
     ids=["counts", "seed", "memory"],
 )

@@ -255,6 +255,25 @@ def test_logprobs_are_those_at_the_sampling_temperature_before_truncation(shared
 
 
 @tunix_only
+def test_logprobs_are_those_of_the_weights_that_drew(shared, monkeypatch):
+    """Also where a learner brings others as soon as the last token is there."""
+    config = rollout_config(temperature=0.7)
+    finished = shared._finished
+
+    def then_updated(*arguments: Any) -> Any:
+        drawn = finished(*arguments)
+        shared.update_params(nnx.state(random_policy(1)))
+        return drawn
+
+    monkeypatch.setattr(shared, "_finished", then_updated)
+    output = shared.generate(PROMPTS[:1], config)
+    monkeypatch.undo()
+    shared.update_params(nnx.state(random_policy(0)))
+    expected = dense_logprobs(random_policy(0), encoded(PROMPTS[0]), output.tokens[0].tolist(), 0.7)
+    np.testing.assert_allclose(output.logprobs[0], expected, atol=1e-4)
+
+
+@tunix_only
 def test_every_request_draws_from_a_fresh_stream_and_the_seed_decides_all():
     one, other = new_rollout(random_policy(0)), new_rollout(random_policy(0))
     config = rollout_config(seed=jax.random.PRNGKey(3))

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from starlette.types import Message
 
 from codec_jax import serve
 from codec_jax.nnx import Engine, open_checkpoint
-from codec_jax.serve_api import MAX_ANSWERS, MAX_SAMPLES, Served
+from codec_jax.serve_api import MAX_ANSWERS, MAX_SAMPLES, Refused, Served
 
 VOCAB, STOP, CONTEXT, REQUESTS, KEY = 40, 5, 128, 8, "a key of ours"
 RNG = np.random.default_rng(0)
@@ -360,6 +360,7 @@ def test_replicas_answer_as_one_does(model_dir: Path, cache: Path, alone: list[l
         ({"stop_token_ids": ["w1"]}, "stop_token_ids", "token ids"),
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids", f"tokens in [0, {VOCAB})"),
         ({"seed": 1.5}, "seed", "integer"),
+        ({"stop": [f"x{i}" for i in range(65)]}, "stop", "at most 64 strings, got 65"),
         ({"logit_bias": {"w1": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": "x"}}, "logit_bias", "finite number"),
         ({"logit_bias": []}, "logit_bias", "token ids"),
@@ -435,6 +436,33 @@ def test_a_body_that_is_too_long_is_refused(server: Running, client: openai.Open
         connection.sendall(b" " * (serve.MAX_BODY + 1))
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
     client.completions.create(**GREEDY, prompt="w1")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would not end before."""
+
+    class Stalled:
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(serve, "BODY_SECONDS", 0.05)
+    with pytest.raises(Refused, match=r"body: expected all of it within 0\.05 s, got 1 bytes") as refused:
+        asyncio.run(serve._read(Stalled()))
+    assert refused.value.status == 408
+
+
+def test_integers_of_any_length_are_what_they_are(server: Running, client: openai.OpenAI) -> None:
+    first, second = (client.completions.create(**GREEDY, prompt="w1", seed=seed) for seed in (-(2**63), 2**63 - 1))
+    assert first.choices[0].text == second.choices[0].text
+    for field, number, message in (
+        ("max_tokens", 10**30, f"and below 2147483648, got {10**30}"),
+        ("seed", -(2**63) - 1, f"got {-(2**63) - 1}"),
+        ("prompt", [10**23], f"prompt: expected integers below 2**31, got {10**23} to {10**23}"),
+    ):
+        status, answer = server.post(json.dumps({"model": "small", "prompt": "w1", field: number}).encode())
+        assert status == 400
+        assert message in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("sent", [b"\0\xff\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n"])
