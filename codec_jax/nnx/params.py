@@ -9,7 +9,9 @@ import numpy as np
 from codec_jax import checks
 
 #: What a row of the device's arrays has room for.
-MAX_STOP_TOKENS, MAX_STOPS, MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS = 16, 64, 300, 20
+MAX_STOP_TOKENS, MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS = 16, 300, 20
+#: Each is looked for wherever text comes.
+MAX_STOPS = 64
 
 
 @runtime_checkable
