@@ -17,9 +17,8 @@ def int_array(name: str, value: Integers) -> Int[np.ndarray, " n"]:
     except ValueError:  # lists of several lengths
         raise ValueError(f"{name}: expected a list of integers, got {value!r:.80}") from None
     if array.ndim != 1 or not (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
-        if isinstance(value, list | tuple) and all(
-            map(is_integer, value)
-        ):  # NumPy has no integers of more than 64 bits
+        # NumPy has no integers of more than 64 bits.
+        if isinstance(value, list | tuple) and all(map(is_integer, value)):
             raise ValueError(f"{name}: expected integers below 2**31, got {min(value)} to {max(value)}")
         raise ValueError(f"{name}: expected a list of integers, got {array.dtype} of shape {array.shape}")
     return array

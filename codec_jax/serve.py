@@ -65,7 +65,7 @@ PAGE_SIZE = 16
 #: Bytes of a body; a prompt of a million tokens has fewer.
 MAX_BODY = 2**24
 #: A body must be there by then.
-BODY_SECONDS = 60.0
+BODY_SECONDS = 60
 #: The share of `max_tokens` that there must be pages for. Chats that name no limit may take the whole context, and
 #: hardly ever do.
 ROOM = 0.1

@@ -339,9 +339,6 @@ class Engine:
     def _restart(self) -> None:
         """Send everybody back to the queue, with what they have generated, and pinned prefixes before them."""
         self._scheduler.restart()
-        for request in self._scheduler.queue:  # half of a prompt's may be by other weights than the rest
-            if len(request.prompt_logprobs) < len(request.prompt) - 1 - request.scored_from:
-                request.prompt_logprobs.clear()
         for request, pages in self._pins.items():
             if pages is not None:
                 self._pins[request] = request.finish_reason = None

@@ -158,6 +158,9 @@ class Scheduler:
         """Forget what was computed, and send those inside back to the head of the queue; nothing is in flight."""
         waiting = (request for request in self.queue if not request.finished)
         self.queue = deque(dict.fromkeys([*self.inside, *waiting]))
+        for request in self.queue:  # half of a prompt's log-probabilities may be by other weights than the rest
+            if _unscored(request) < len(request.prompt) - 1:
+                request.prompt_logprobs.clear()
         self.running, self.leaving = [], []
         self.cache = self.cache.emptied()
 

@@ -47,6 +47,11 @@ def tight(setup: Setup) -> Engine:
     return engine
 
 
+def with_other_weights(dense: Dense) -> Dense:
+    graph, weights = nnx.split(dense.model)
+    return Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+
+
 # --- Alone or not ------------------------------------------------------------------------------------------------
 
 
@@ -570,8 +575,7 @@ def test_an_interruption_of_what_lands_a_step_costs_only_time(
 def test_an_interruption_leaves_nothing_of_the_old_weights_beside_the_new_ones(
     engine: Engine, dense: Dense, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, weights = nnx.split(dense.model)
-    other = Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+    other = with_other_weights(dense)
     taken = engine._device.take_weights
 
     def interrupted(*placed: Any) -> None:
@@ -589,8 +593,7 @@ def test_an_interruption_leaves_nothing_of_the_old_weights_beside_the_new_ones(
 
 
 def test_log_probabilities_of_a_prompt_are_all_of_the_same_weights(engine: Engine, dense: Dense) -> None:
-    graph, weights = nnx.split(dense.model)
-    other = Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+    other = with_other_weights(dense)
     rng = np.random.default_rng(7)
     for _ in range(2):  # a chunk of the step each, which leaves one
         engine.submit(rng.integers(0, VOCAB, 120), greedy(1))
@@ -729,8 +732,7 @@ def test_a_pin_that_gives_way_while_it_is_in_flight_comes_again(engine: Engine, 
 
 
 def test_new_weights_are_used_at_once_and_nothing_compiles(engine: Engine, dense: Dense, compilations: list) -> None:
-    graph, weights = nnx.split(dense.model)
-    other = Dense(nnx.merge(graph, jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, weights)))
+    other = with_other_weights(dense)
     other.logits(PROMPTS[0])  # compiles here
     pin = engine.pin(DOCUMENT)
     run(engine)
