@@ -16,8 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jaxlib.mlir.dialects import arith
-from simulator import any_above
+from simulator import any_above, fold_columns
 
 from pallas_kernels import by_thread, by_warp
 from pallas_kernels.ampere import instructions, pac, pac_compute, pac_load, products
@@ -100,12 +99,6 @@ def has_rows(rows: Any, warp: jax.Array) -> jax.Array:
     """Leave nothing out, as warps do not branch on their own here."""
     del rows, warp
     return jnp.int32(1)
-
-
-def fold_columns(combine: Any, numbers: jax.Array) -> jax.Array:
-    """Combine columns 8 apart."""
-    by_eights = numbers.reshape(numbers.shape[0], -1, 8)
-    return by_eights.sum(axis=1) if combine is arith.addf else by_eights.max(axis=1)
 
 
 def seen(readers: Any, tokens: int, warp: jax.Array, first_row: int) -> jax.Array:

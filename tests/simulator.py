@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import by_thread, by_warp
 from pallas_kernels.hopper import pac, tensor_core
@@ -29,6 +30,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     monkeypatch.setattr(by_thread, "gather", gather)
     monkeypatch.setattr(by_warp, "any_above", any_above)
+    monkeypatch.setattr(by_warp, "fold_columns", fold_columns)
     monkeypatch.setattr(by_warp, "reciprocals", reciprocals)
     for function in (
         query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms,
@@ -121,6 +123,12 @@ def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
 def any_above(numbers: jax.Array, limit: float) -> jax.Array:
     """Say whether one of the numbers is above a limit, of all warps at once."""
     return jnp.any(numbers > limit).astype(jnp.int32)
+
+
+def fold_columns(combine: Any, numbers: jax.Array) -> jax.Array:
+    """Combine columns 8 apart."""
+    reduce = {arith.addf: jnp.sum, arith.maximumf: jnp.max, arith.maxnumf: jnp.nanmax}[combine]
+    return reduce(numbers.reshape(numbers.shape[0], -1, 8), axis=1)
 
 
 def reciprocals(numbers: jax.Array, *, apart: bool) -> jax.Array:

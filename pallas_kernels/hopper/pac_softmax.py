@@ -17,13 +17,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import by_warp
 from pallas_kernels.hopper.pac_mask import clear_other_rows
 from pallas_kernels.hopper.pac_pipeline import Sizes
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.row_registers import broadcast_rows, filled, over_rows
-from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, TANH_TO_POWER
+from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, TANH_TO_POWER, scaled_tanh_below_1
 
 #: By reference, weights are added up by columns 8 apart, which threads do by themselves.
 _SUMS = 8
@@ -72,6 +73,26 @@ def capped(
     # From 2**26 on tanh is 1 in float32, and four such numbers still have a product.
     power = jnp.exp2(jnp.minimum(_scaled(products, factor), 26.0))
     return 1.0 - 2.0 * by_warp.reciprocals(1.0 + power, apart=masked or sizes.invariant), sizes.factor
+
+
+def capped_where_wide(sizes: Sizes, products: jax.Array) -> tuple[jax.Array, float | jax.Array]:
+    """Do as `capped` for blocks of wide segments, which have no mask, and of 16 bits.
+
+    There, arithmetic decides. Where no score of a warp is above the cap, tanh is made of products. Warps have rows of
+    several requests, so with `sizes.invariant` it never is.
+    """
+    if sizes.cap_factor is None or sizes.invariant:
+        return capped(sizes, products, None, masked=False)
+    cap_factor = sizes.cap_factor
+
+    def near(products: jax.Array) -> jax.Array:
+        return scaled_tanh_below_1(products, cap_factor, sizes.factor)
+
+    def far(products: jax.Array) -> jax.Array:
+        return sizes.factor * capped(sizes, products, None, masked=False)[0]
+
+    most = by_warp.fold_columns(arith.maxnumf, jnp.abs(products))  # [64, 8]
+    return lax.switch(by_warp.any_above(most, 1.0 / cap_factor), [near, far], products), 1.0
 
 
 def add_block(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:

@@ -49,7 +49,7 @@ def add_blocks(pipeline: Pipeline, lane: LaneWork, count: jax.Array) -> State:
 
     def step(j: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state, products = carry
-        products, factor = pac_softmax.capped(sizes, products, lane.row_scale, masked=False)
+        products, factor = pac_softmax.capped_where_wide(sizes, products)
         scores = Scores(products, factor, visible=all_rows(), value_scale=None)
         weights, state = pac_softmax.add_by_reference(sizes, state, scores, j == 0)  # [64, block]
         number, following = lane.number(j), lane.number(jnp.minimum(j + 1, count - 1))

@@ -158,7 +158,7 @@ def test_one_plan_serves_leaves_that_grow(kernels: Kernels, head_dim: int, windo
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("softcap", "scale"), [(50.0, 1.0), (30.0, 20.0), (0.01, 1.0)])
+@pytest.mark.parametrize(("softcap", "scale"), [(50.0, 1.0), (9.0, 1.0), (30.0, 20.0), (0.01, 1.0)])
 def test_capped_scores_are_as_exact_as_others(kernels: Kernels, softcap: float, scale: float, dtype: Any) -> None:
     """Of scores far below the cap, about it, and so far above it that tanh is 1."""
     heads, forest = Heads(32, 8, 128), grown(TREE, request_capacity=9)

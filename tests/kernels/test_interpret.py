@@ -214,6 +214,14 @@ def test_tanh_is_exact_but_for_a_millionth_and_keeps_what_is_not_finite() -> Non
     assert np.isnan(softmax.tanh(jnp.float32(np.nan)))
 
 
+@pytest.mark.parametrize("factor", [1.77e-3, 1.0, 3e-7, 3e6])
+def test_scaled_tanh_of_what_is_below_1_is_exact_but_for_3_millionths(factor: float) -> None:
+    x = np.concatenate([np.linspace(-1, 1, 4001), [1e-20, -1e-30]])
+    products = (x / factor).astype(np.float32)
+    got = softmax.scaled_tanh_below_1(jnp.asarray(products), factor, 72.0)
+    np.testing.assert_allclose(got, 72.0 * np.tanh(products.astype(np.float64) * factor), rtol=0, atol=72.0 * 3.2e-6)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_request_has_the_same_bits_in_any_company_under_policy_invariant(
     softcap: float | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
