@@ -19,6 +19,8 @@ class Tiling(NamedTuple):
     block_tokens: tuple[int, int]  # KV tokens of a block, where thread blocks have little to do and where much
     # KV tokens of a kv head, for each thread block, from which on it is much: read once, or read again by other tiles.
     much: tuple[int, int] = (0, 0)
+    # Likewise of all that tiles read, each time counted: from so many on two tiles share segments.
+    wide: int = 0
     # Sums that a row has in a narrow segment, whose blocks go to them in turn, and lanes that a plan has at least.
     sums: int = 1
 

@@ -69,7 +69,7 @@ def list_invariant_streams(
 
     Every block has all of its pages; those that nobody reads fill up.
     """
-    streams = list_streams(forest, max_length, runs, grid._replace(lanes=1), steps=steps, min_wide_tokens=0)
+    streams = list_streams(forest, max_length, runs, grid._replace(lanes=1), steps=steps)
     if not len(streams.stream):
         return streams
     blocks = _blocks(streams, forest, grid)

@@ -88,7 +88,8 @@ def make_plan(
         the device and the amount of work, so that a forest that grows much may get other blocks, once.
       lanes: row tiles that may share a segment, 1 or 2; defaults to what suits the device. With the policy
         "invariant" no tiles do, and it is how many sums a row has in a segment, whose blocks go to them in turn.
-      min_wide_tokens: KV tokens that two tiles must both read to share segments for them.
+      min_wide_tokens: KV tokens that two tiles must both read to share segments for them; defaults to what suits the
+        device, where two tiles never do if all tiles have little to read.
       block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; defaults to room for what
         the forest has capacities for. A plan that needs more is padded to the next bucket.
       segment_capacity: segments to pad to, likewise, if that is more than the policy "aligned" needs.
@@ -159,8 +160,9 @@ def make_plan(
     hidden = forest.hidden_by(window, query_tokens)
     if ((forest.forgotten > hidden) & (forest.readers > 0)).any():
         raise ValueError(f"window: expected one that hides what `Forest.forget` gave back, got {window}")
+    if min_wide_tokens is not None:
+        min_wide_tokens = chosen["min_wide_tokens"] = checks.integer("min_wide_tokens", min_wide_tokens)
     grid = _grid(forest, heads, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
-    wide_tokens = MIN_WIDE_TOKENS if min_wide_tokens is None else checks.integer("min_wide_tokens", min_wide_tokens)
     layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)
     model = CostModel.default(layout, values_in_keys=values_in_keys(heads)) if cost_model is None else cost_model
     checks.instance("cost_model", model, CostModel)
@@ -173,7 +175,7 @@ def make_plan(
         if policy == INVARIANT:
             streams = list_invariant_streams(forest, longest, runs, grid, steps=steps)
         else:
-            streams = list_streams(forest, longest, runs, grid, steps=steps, min_wide_tokens=wide_tokens)
+            streams = list_streams(forest, longest, runs, grid, steps=steps)
         parts.append((runs, streams, _work(forest, streams, runs, grid)))
     num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
@@ -201,7 +203,7 @@ def make_plan(
         ),
         guard=PlanGuard(forest.length, longest, forest.structure_hash),
         page_size=forest.page_size,
-        host=PlanHost(tuple(device.estimate for device in devices), policy, wide_tokens, grid.num_ctas),
+        host=PlanHost(tuple(device.estimate for device in devices), policy, min_wide_tokens, grid.num_ctas),
         homes=homes,
         subset_pages=None if subset is None else subset.capacity,
     )
@@ -283,6 +285,8 @@ def _grid(
     blocks = tiling.block_for(heads.num_kv_heads, tokens // devices, reread // devices)
     block_tokens = given.get("block_tokens", blocks)
     page_tokens, pages_per_block = pages_of_block(forest.page_size, block_tokens)
+    num_ctas = given.get("num_ctas", tiling.num_ctas)
+    is_much = (tokens + reread) // devices * heads.num_kv_heads >= tiling.wide * num_ctas
     return Grid(
         rows_per_request=rows_per_request,
         query_tokens=query_tokens,
@@ -293,7 +297,8 @@ def _grid(
         page_tokens=page_tokens,
         pages_per_block=pages_per_block,
         num_kv_heads=heads.num_kv_heads,
-        num_ctas=given.get("num_ctas", tiling.num_ctas),
+        num_ctas=num_ctas,
+        min_wide_tokens=given.get("min_wide_tokens", MIN_WIDE_TOKENS if is_much else math.inf),
     )
 
 

@@ -39,6 +39,7 @@ class Grid(NamedTuple):
     pages_per_block: int
     num_kv_heads: int
     num_ctas: int
+    min_wide_tokens: float  # KV tokens that both tiles of a pair must read to share segments for them
 
 
 class Runs(NamedTuple):
@@ -111,14 +112,14 @@ def list_runs(
 
 
 def list_streams(
-    forest: Forest, max_length: Int[np.ndarray, " nodes"], runs: Runs, grid: Grid, *, steps: int, min_wide_tokens: int
+    forest: Forest, max_length: Int[np.ndarray, " nodes"], runs: Runs, grid: Grid, *, steps: int
 ) -> Streams:
     """List every (stream, page) such that some row of the stream reads the page while leaves grow by `steps`."""
     node = runs.node
     lo, hi = forest.row_lo[node] * grid.rows_per_request, forest.row_hi[node] * grid.rows_per_request
     num_pairs = grid.num_tiles // 2 if grid.lanes == 2 else 0
     source, stream = _streams_of_runs(
-        lo // grid.tile_rows, (hi - 1) // grid.tile_rows, runs.pages * grid.page_tokens, num_pairs, min_wide_tokens
+        lo // grid.tile_rows, (hi - 1) // grid.tile_rows, runs.pages * grid.page_tokens, num_pairs, grid.min_wide_tokens
     )
 
     pair, single = np.arange(num_pairs), np.arange(grid.num_tiles)
@@ -240,7 +241,7 @@ def _streams_of_runs(
     last_tile: Int[np.ndarray, " n"],
     tokens: Int[np.ndarray, " n"],
     num_pairs: int,
-    min_wide_tokens: int,
+    min_wide_tokens: float,
 ) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]:
     """Assign each run, read by tiles first to last, to streams: returns (run, stream) for each assignment.
 

@@ -43,6 +43,9 @@ BLOCKS = {
 }
 #: GPUs for which the compiler finds no registers for a second tile: up to 110 of a thread would be in memory.
 _ONE_LANE = ("10.0", "10.3", "11.0")
+#: KV tokens that tiles of a multiprocessor read, from which on two of them share segments. On an H200 each is faster
+#: alone with 1,241 and slower with 3,227.
+_WIDE = 2560
 _CHUNK = 8  # numbers that are copied at a time
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _JAX = (0, 11)  # the first version with warp-level products
@@ -66,7 +69,8 @@ def tiling(heads: Heads, device: Any) -> Tiling:
     block = BLOCKS[max(size for size in BLOCKS if size <= kib)][_columns(heads)]
     lanes = 1 if capability in _ONE_LANE else block.lanes
     tile_rows = Packing.of(heads.group).tile_rows
-    return Tiling(device.core_count * block.together, tile_rows, lanes, (block.tokens, block.tokens))
+    num_ctas, wide = device.core_count * block.together, _WIDE // block.together
+    return Tiling(num_ctas, tile_rows, lanes, (block.tokens, block.tokens), wide=wide)
 
 
 def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanArrays | None = None) -> str | None:

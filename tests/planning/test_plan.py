@@ -14,6 +14,7 @@ from plan_cases import (
     Case,
     assert_computes_everything_once,
     cases,
+    num_wide,
     pages_of,
     room,
     rows_of,
@@ -22,8 +23,10 @@ from plan_cases import (
 )
 
 from codec_jax import Forest, PagePool, Window, make_plan
+from codec_jax.planning import planner
 from codec_jax.planning.cost import HeadLayout
 from codec_jax.planning.predict import loads
+from pallas_kernels import Tiling
 
 
 def test_every_visible_row_and_token_meet_once_in_every_kv_head():
@@ -153,6 +156,18 @@ def test_a_pair_of_tiles_has_a_wide_stream_if_what_both_read_has_enough_pages(la
         for node in {page.node for page in pages_of(plan, segment.begin, segment.end)}:
             tiles_of_node[node].add((segment.tile0, segment.tile1))
     assert tiles_of_node == {0: {(0, 1), (2, 2)} if wide else {(0, 0), (1, 1), (2, 2)}, 2: {(1, 1)}}
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_no_tiles_share_segments_where_all_of_them_have_little_to_read(missing, monkeypatch):
+    """Two tiles read 3200 tokens each, 8 requests 10 of their own, 2 kv heads all of it: 3240 for each thread block."""
+    tiling = Tiling(num_ctas=4, tile_rows=8, lanes=2, block_tokens=(32, 32), wide=3240 + missing)
+    monkeypatch.setattr(planner, "default_tiling", lambda heads: tiling)
+    forest = Forest.from_nodes([-1] + [0] * 8, [3200] + [10] * 8, range(1, 9))
+    heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    assert (num_wide(make_plan(forest, **heads)) > 0) == (not missing)
+    assert num_wide(make_plan(forest, **heads, min_wide_tokens=3200)) > 0
+    assert num_wide(make_plan(forest, **heads, min_wide_tokens=3216)) == 0
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
