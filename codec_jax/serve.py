@@ -66,6 +66,8 @@ PAGE_SIZE = 16
 MAX_BODY = 2**24
 #: A body must be there by then.
 BODY_SECONDS = 60
+#: After a signal, what runs must end by then: it never does where a client keeps its connection and does not read.
+ENDING_SECONDS = 600
 #: The share of `max_tokens` that there must be pages for. Chats that name no limit may take the whole context, and
 #: hardly ever do.
 ROOM = 0.1
@@ -93,7 +95,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     app = make_app(engine, served, api_key=arguments.api_key)
-    uvicorn.run(app, host=arguments.host, port=arguments.port, ws="none", lifespan="on", access_log=False)
+    uvicorn.run(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        timeout_graceful_shutdown=ENDING_SECONDS,
+    )
 
 
 def _check_free(host: str, port: int) -> None:
