@@ -99,17 +99,19 @@ class LatentPages:
         quantisation = LatentQuantisation(scale, rotated, jnp.zeros(1, jnp.int32))
         return cls(jnp.zeros((*shape, latent), dtype), quantisation=quantisation)
 
-    def write(self, slots: Int[Array, "B T"], rows: Float[Array, "B T 1 L+rope"]) -> LatentPages:
+    def write(self, slots: Int[Array, "B T"], rows: Float[Array, "B T 1 L+rope"], *, rope: int = 0) -> LatentPages:
         """Store one row per token slot. Jittable; with donated pages the update is in place.
 
-        Entries that are not finite in the pages' dtype are stored as 0, as those of V are by `KVPages.write`. With one
-        byte a number the largest of 128 numbers makes their scale, and an infinity becomes as large as that; it is
-        counted in `quantisation`.
+        Entries that are not finite in the pages' dtype are stored as 0, as those of V are by `KVPages.write`, since
+        latents are values too. Rotated keys are not: a row with such an entry has NaN for its rotated key, so that a
+        request whose own numbers have blown up sees it. With one byte a number the largest of 128 numbers makes their
+        scale, and an infinity in a latent becomes as large as that; it is counted in `quantisation`.
 
         Args:
           slots: [B, T], token slots (page * page_size + offset) from `Forest.slots`; rows for slots out of bounds
             (`NO_SLOT`, or negative) are dropped.
           rows: [B, T, 1, L + rope], each token's latent after its normalisation, then its rotated key; any float dtype.
+          rope: numbers of the rotated key, which pages of one byte a number know; with 0, such a row has no mark.
 
         Raises ValueError unless slots are integers and there is one row for each.
 
@@ -120,10 +122,15 @@ class LatentPages:
         """
         where, rows, quantisation = in_bounds("slots", slots), jnp.asarray(rows), self.quantisation
         if quantisation is None:
-            return replace(self, latent=stored("rows", self.latent, where, finite(rows, self.latent.dtype)))
+            cast = rows.astype(self.latent.dtype)
+            latent, rotated = jnp.split(finite(rows, cast.dtype), [rows.shape[-1] - rope], axis=-1)
+            rotated = jnp.where(jnp.isfinite(cast).all(axis=-1, keepdims=True), rotated, jnp.nan)
+            return replace(self, latent=stored("rows", self.latent, where, jnp.concatenate([latent, rotated], axis=-1)))
         if rows.shape != (expected := (*where.shape, 1, self.size)):
             raise ValueError(f"rows: expected shape {expected}, a row for each slot, got {rows.shape}")
         latent, rotated = jnp.split(rows, [self.latent.shape[3]], axis=3)
+        rotated = rotated.astype(jnp.bfloat16)
+        is_whole = ~jnp.isnan(latent).any(axis=3, keepdims=True) & jnp.isfinite(rotated).all(axis=3, keepdims=True)
         parts = latent.astype(jnp.float32).reshape(*latent.shape[:3], -1, SCALED_TOGETHER)
         parts = jnp.where(jnp.isnan(parts), 0.0, parts)
         large = jnp.isinf(parts)
@@ -136,7 +143,7 @@ class LatentPages:
             latent=stored("rows", self.latent, where, codes),
             quantisation=LatentQuantisation(
                 stored("rows", quantisation.scale, where, scale),
-                stored("rows", quantisation.rotated, where, finite(rotated, jnp.bfloat16)),
+                stored("rows", quantisation.rotated, where, jnp.where(is_whole, rotated, jnp.nan)),
                 quantisation.saturated + (large & is_stored).sum(dtype=jnp.int32),
             ),
         )

@@ -108,7 +108,7 @@ class MultiHeadLatentAttention(nnx.Module):
         Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.
         """
         query_nope, query_rope, rows = self._project(x, positions)
-        pages = pages.write(slots, rows)
+        pages = pages.write(slots, rows, rope=self.latent.rope_dim)
         query = absorbed(query_nope, query_rope, self.up_key[...])
         num_q_heads, _ = parallel.heads(self.config.num_q_heads, 1)
         columns = parallel.gather(query.reshape(*x.shape[:2], -1), [num_q_heads * self.latent.page_dim])

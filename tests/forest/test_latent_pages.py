@@ -25,11 +25,14 @@ def test_numbers_of_one_byte_are_those_written_up_to_rounding_and_infinities_are
     pages = LatentPages.zeros(5, 8, SIZE, jnp.float8_e4m3fn, rope=ROPE)
     after = jax.jit(LatentPages.write)(pages, slots, rows)
     held = np.asarray(after.rows(np.arange(5)), np.float64).reshape(-1, SIZE)
+    assert np.isnan(held[0, LATENT:]).all()  # of the row with NaN, rows[1, 2]
+    held[0, LATENT:] = 0.0
     assert np.isfinite(held).all()
     assert after.quantisation.saturated.tolist() == [2]
     meant = rows.astype(np.float64)
     largest = np.abs(meant[1, 2, 0, 3:128]).max()
-    meant[1, 2, 0, [0, 1, 2, LATENT, LATENT + 1]] = [largest, -largest, 0.0, 0.0, 0.0]
+    meant[1, 2, 0, :3] = [largest, -largest, 0.0]
+    meant[1, 2, 0, LATENT:] = 0.0
     for at, slot in np.ndenumerate(slots):
         if not 0 <= slot < 40:
             continue
@@ -42,6 +45,19 @@ def test_numbers_of_one_byte_are_those_written_up_to_rounding_and_infinities_are
         assert (np.abs(row[LATENT:] - want[LATENT:]) <= np.abs(want[LATENT:]) / 256).all()
     others = np.setdiff1d(np.arange(40), slots)
     assert not held[others].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_row_that_is_not_finite_is_marked_in_its_rotated_key_alone(dtype: type) -> None:
+    rows = np.ones((1, 4, 1, SIZE), np.float32)
+    rows[0, 0, 0, 3], rows[0, 1, 0, LATENT], rows[0, 2, 0, LATENT - 1] = np.nan, -np.inf, 3.4e38
+    pages = LatentPages.zeros(1, 8, SIZE, dtype).write(np.arange(4)[None], rows, rope=ROPE)
+    held = np.asarray(pages.latent[0, :4, 0], np.float32)
+    assert np.isnan(held[:3, LATENT:]).all()
+    want = np.ones((4, LATENT))
+    want[0, 3] = want[2, LATENT - 1] = 0.0
+    np.testing.assert_array_equal(held[:, :LATENT], want)
+    assert (held[3] == 1).all()
 
 
 def test_tokens_move_with_their_scales_and_rotated_keys() -> None:

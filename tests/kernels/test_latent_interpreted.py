@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from forests import Tree
 from kernel_calls import SIX, attend
-from latent_calls import KEY, check_latents, latent_plan, random_arrays
+from latent_calls import KEY, VALUE, check_latents, latent_plan, random_arrays
 
-from codec_jax import Forest, PagePool
+from codec_jax import Forest, LatentPages, PagePool
 from pallas_kernels import HOPPER_LATENT
 
 if not hasattr(plgpu, "InterpretGPUParams"):
@@ -90,6 +90,24 @@ def test_one_plan_serves_leaves_that_grow_and_gives_nan_past_its_steps(capsys: p
         softcap=None,
     )  # fmt: skip
     assert np.isnan(np.asarray(out, np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_a_latent_that_is_not_finite_shows_in_the_request_that_reads_it(dtype: Any) -> None:
+    """One leaf fills a block, which is masked by row; the others share theirs."""
+    forest = Forest.from_nodes([-1, 0, 0, 0], [70, 9, 12, 140], [1, 2, 3])
+    plan = latent_plan(forest, 4, num_ctas=2, block_capacity=0)
+    query, pages, _ = random_arrays(forest, 4, dtype, 0, 1, 24)
+    held = pages if isinstance(pages, LatentPages) else LatentPages(pages)
+    clean = np.asarray(attend(query, held, None, forest, plan, implementation="mosaic"), np.float32)
+    row = jnp.ones((1, 1, 1, KEY)).at[..., 3].set(jnp.nan)
+    for request in range(3):
+        slots = forest.context_slots(request)[None, 75:76]
+        blown = held.write(slots, row, rope=KEY - VALUE)
+        out = np.asarray(attend(query, blown, None, forest, plan, implementation="mosaic"), np.float32)
+        others = np.arange(3) != request
+        np.testing.assert_array_equal(out[others], clean[others])
+        assert np.isnan(out[request]).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])

@@ -148,6 +148,15 @@ def test_latents_in_float8_on_devices_that_divide_the_pages_are_close_to_float32
     assert 0 < np.abs(state.logits - want).mean() < 0.03 * want.std()
 
 
+@pytest.mark.parametrize("kv_dtype", [None, jnp.float8_e4m3fn])
+def test_a_prompt_whose_numbers_are_not_finite_does_not_look_like_text(kv_dtype: Any) -> None:
+    model = sharp(replace(IN_FLOAT8, kv_dtype=kv_dtype))
+    model.embedding.embedding[...] = model.embedding.embedding[...].at[7].set(jnp.nan)
+    sampler = Sampler(model, max_requests=2, num_pages=32, page_size=8, max_context=CONTEXT)
+    state = sampler.start([[1, 2, 7, 3], [1, 2, 3, 4]])
+    assert np.isfinite(state.logits).all(axis=1).tolist() == [False, True]
+
+
 def test_a_token_takes_one_latent_and_one_rotated_key_a_layer() -> None:
     assert CONFIG.kv_token_bytes == 2 * (136 + 8) * 4
     assert IN_FLOAT8.kv_token_bytes == 128 + 4 + 2 * 8
