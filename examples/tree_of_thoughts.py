@@ -75,7 +75,7 @@ def tree_search(
         decoding, forks = sampler.fork(decoding, [thought.request for thought in frontier for _ in range(each - 1)])
         new = iter(forks)
         proposed = [(thought, next(new) if i else thought.request) for thought in frontier for i in range(each)]
-        sampling = {"stop_tokens": STOP, "temperature": temperature, "seed": seed + depth}
+        sampling = {"stop_tokens": STOP, "temperature": temperature, "seed": (seed + depth) % 2**32}
         decoding, generated = sampler.decode(decoding, STEP_TOKENS, **sampling)
         thoughts: dict[tuple[game24.Puzzle, game24.State], Thought] = {}
         for parent, request in proposed:
@@ -147,7 +147,7 @@ def independent_attempts(
                 left[puzzle] -= len(completion.tokens)
                 if game24.solves(puzzle, completion.tokens):
                     solved.add(puzzle)
-        seed += 1
+        seed = (seed + 1) % 2**32
     return solved, sum(budget.values()) - sum(left.values())
 
 
