@@ -94,6 +94,12 @@ def instance(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
 
 
+def function(name: str, value: Any) -> None:
+    """Raise TypeError unless the value is a function, or None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}: expected a function or None, got {type(value).__name__}")
+
+
 def page_size(value: Any) -> int:
     """Return a positive multiple of 8, or raise ValueError."""
     if is_integer(value) and value > 0 and value % 8 == 0:

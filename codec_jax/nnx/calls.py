@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -96,15 +97,18 @@ def fork(
 
     Args:
       request: the one to go on from; it is not changed.
-      params: how the new one is decoded; those of the other with the next random stream by default. `max_tokens`
-        counts the tokens that there are already.
+      params: how the new one is decoded; by default as the other, with a random stream that each of its forks has
+        another of. `max_tokens` counts the tokens that there are already.
       on_update: as in `submit`.
 
     Raises ValueError for `max_tokens` that are used up, and what `submit` raises.
     """
     checks.instance("request", request, Request)
+    checks.function("on_update", on_update)
     if params is None:
-        params = replace(request.params, stream=request.params.stream + 1)
+        # Another one for each fork, also of a fork; those of samples, which are consecutive, hardly ever.
+        stream = zlib.crc32(f"{request.params.stream}, fork {request.forks}".encode()) % 2**31
+        params = replace(request.params, stream=stream)
     checks.instance("params", params, SamplingParams)
     if len(request.tokens) >= params.max_tokens:
         raise ValueError(
@@ -119,7 +123,9 @@ def fork(
         logprobs=list(request.logprobs),
         top_logprobs=tops,
     )  # fmt: skip
-    return self._submit(new)
+    self._submit(new)
+    request.forks += 1
+    return new
 
 
 def stream(self: Taking, request: Request) -> Iterator[Update]:
@@ -211,6 +217,7 @@ def new_request(
     on_update: Callable[[Request, Update], None] | None = None,
 ) -> Request:
     """Make a request with a number of its own."""
+    checks.function("on_update", on_update)
     return Request(next(serving._ids), tokens_of(serving, "prompt", prompt), params, on_update)
 
 

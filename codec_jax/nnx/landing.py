@@ -81,7 +81,10 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
         if count := request.params.top_logprobs:
             tops = landed.top_tokens[row, : len(accepted), :count], landed.top_logprobs[row, : len(accepted), :count]
             request.top_logprobs += [
-                dict(zip(*pair, strict=True)) for pair in zip(*(x.tolist() for x in tops), strict=True)
+                {
+                    token: logprob for token, logprob in zip(*pair, strict=True) if token >= 0
+                }  # a vocabulary may have fewer
+                for pair in zip(*(x.tolist() for x in tops), strict=True)
             ]
         updates[request] = settle(request, accepted, reasons[running])
     for request, update in updates.items():  # when all have theirs, for callbacks may abort others, or be interrupted

@@ -40,6 +40,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None  # why, for "error"
     cached_tokens: int = 0  # of the prompt, found in the cache when the request entered
+    forks: int = 0  # how many went on from it
     matcher: Matcher | None = None  # the state of the one in `params`
     mask: bytes | None = None  # of the tokens that it allows next
     stream: TextStream | None = None  # that makes the text

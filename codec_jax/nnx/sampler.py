@@ -109,8 +109,8 @@ class Sampler:
         pages over devices while `invariant`.
         """
         self.max_requests = checks.integer("max_requests", max_requests)
-        self.num_pages = checks.integer("num_pages", num_pages)
-        self.page_size = checks.page_size(page_size)
+        self.num_pages = num_pages = checks.integer("num_pages", num_pages)
+        self.page_size = page_size = checks.page_size(page_size)
         self.steps = checks.integer("steps", steps)
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         check_name(implementation)
@@ -143,6 +143,7 @@ class Sampler:
         )
         self._weights_taken = 0
         self._engine: Engine | None = None  # until the first call of `generate`
+        self._is_generating = False
 
     def update_weights(self, model: Decoder | PlacedDecoder) -> None:
         """Take the weights that a model has now, for all calls from here on.
@@ -238,6 +239,7 @@ class Sampler:
         carry what was reached.
         """
         options = self._options(stop_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        checks.function("on_tokens", on_tokens)
         validate.state(state, self)
         validate.room("max_tokens", max_tokens, int(state.forest.request_length.max()), self.max_context)
         if state.weights != self._weights_taken:  # K and V beside latents are those of the weights that they came from
@@ -345,7 +347,8 @@ class Sampler:
         source = np.arange(self.max_requests, dtype=np.int32)
         source[new] = requests
         stream = state.stream.copy()
-        stream[new] = (state.next_stream + np.arange(len(new))) % 2**31
+        numbers = (state.next_stream + np.arange(len(new) + self.max_requests)) % 2**31
+        stream[new] = numbers[~np.isin(numbers, state.stream[state.forest.active])][: len(new)]
         state = replace(
             state, forest=forest, logits=state.logits[source], stream=stream, next_stream=state.next_stream + len(new)
         )
@@ -397,8 +400,16 @@ class Sampler:
           on_completion: called with the index and the completion as soon as one is finished.
           progress: show a bar.
 
-        Raises ValueError for options out of range, and prompts that cannot be or can never fit, before anything runs.
+        Raises ValueError for options out of range, and prompts that cannot be or can never fit, before anything runs,
+        and RuntimeError in a callback of `generate`.
         """
+        checks.function("on_tokens", on_tokens)
+        checks.function("on_completion", on_completion)
+        if self._is_generating:
+            raise RuntimeError(
+                "sampler: expected nobody to generate in a callback of generate, got a call from one; do it when that "
+                "call has returned, or with another sampler"
+            )
         given = validate.prompts(prompts, self.max_context, self.config.vocab_size)
         validate.room("max_new_tokens", max_new_tokens, max(map(len, given)), self.max_context)
         count = len(given) * checks.integer("samples", samples)
@@ -413,6 +424,7 @@ class Sampler:
         )
         if self._engine is None:
             self._engine = self._new_engine(self._device.model)
+        self._is_generating = True
         try:
             return complete(
                 self._engine,
@@ -426,6 +438,8 @@ class Sampler:
         except BaseException:
             self._engine = None  # its requests are not done, and an interruption may have left a step half done
             raise
+        finally:
+            self._is_generating = False
 
     # ------------------------------------------------------------------ internals
 

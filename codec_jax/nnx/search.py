@@ -60,6 +60,7 @@ def best_of(
     >>> all(sum(best.logprobs) >= sum(other.logprobs) for other in others)
     True
     """
+    checks.function("score", score)
     requests = engine.generate([prompt], params, samples=samples)
     return sorted(requests, key=_mean_logprob if score is None else score, reverse=True)
 

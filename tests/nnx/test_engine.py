@@ -148,6 +148,26 @@ def test_a_fork_goes_on_from_where_its_source_is(engine: Engine, dense: Dense) -
     np.testing.assert_allclose(other.logprobs, dense.logprobs(PROMPTS[0], other.tokens), atol=2e-4)
 
 
+def test_forks_draw_numbers_of_their_own(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=20, stream=2**31 - 3)
+    samples = engine.submit_samples(PROMPTS[0], 3, params)
+    forks = [engine.fork(samples[0]) for _ in range(2)]
+    forks += [engine.fork(forks[0]), engine.fork(samples[2])]
+    run(engine)
+    assert len({tuple(request.tokens) for request in (*samples, *forks)}) == 7
+
+
+def test_what_is_no_function_is_refused(engine: Engine) -> None:
+    source = engine.submit(PROMPTS[0], greedy(2))
+    for call in (engine.submit, lambda prompt, **given: engine.submit_samples(prompt, 2, **given)):
+        with pytest.raises(TypeError, match=r"^on_update: expected a function or None, got str"):
+            call(PROMPTS[0], on_update="print")
+    with pytest.raises(TypeError, match=r"^on_update: expected a function or None, got int"):
+        engine.fork(source, on_update=1)
+    run(engine)
+    assert_no_page_leaked(engine)
+
+
 def test_a_fork_that_asks_for_more_than_its_source_keeps_what_that_has(engine: Engine) -> None:
     source = engine.submit(PROMPTS[0], greedy(6))
     run(engine)

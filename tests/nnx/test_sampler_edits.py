@@ -42,6 +42,15 @@ def test_forks_draw_numbers_of_their_own_and_leave_their_source_alone(sampler: S
     assert len({tuple(forked[request]) for request in (0, 1, 4, 5, 6)}) == 5
 
 
+def test_a_fork_draws_no_numbers_of_a_request_that_has_the_next_stream(sampler: Sampler) -> None:
+    state, (fork,) = sampler.fork(sampler.start(PROMPTS[:3], streams=[0, 2, 2**31 - 1]), [0])
+    _, generated = sampler.decode(state, 15)
+    assert generated.tokens[fork] != generated.tokens[0]
+    state, forks = sampler.fork(sampler.start(PROMPTS[:3], streams=[0, 2, 2**31 - 1]), [1, 1])
+    _, generated = sampler.decode(state, 15)
+    assert len({tuple(generated.tokens[request]) for request in (1, *forks)}) == 3
+
+
 def test_a_fork_in_the_place_of_a_pruned_request_draws_new_numbers(sampler: Sampler) -> None:
     state, (first,) = sampler.fork(sampler.start(PROMPTS), [0])
     state, generated = sampler.decode(state, 9, seed=2)

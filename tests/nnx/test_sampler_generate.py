@@ -88,6 +88,29 @@ def test_callbacks_hear_all_that_comes_and_their_errors_end_the_call(sampler: Sa
         assert after.tokens == dense.greedy(PROMPTS[0], 9)
 
 
+def test_a_callback_that_generates_is_refused_and_the_others_go_on(sampler: Sampler, dense: Dense) -> None:
+    refused = []
+
+    def judge(index: int, completion: Completion) -> None:
+        with pytest.raises(RuntimeError, match=r"^sampler: expected nobody to generate in a callback of generate"):
+            sampler.generate([completion.tokens], max_new_tokens=1)
+        refused.append(index)
+
+    completions = sampler.generate(PROMPTS, max_new_tokens=9, temperature=0.0, on_completion=judge)
+    assert sorted(refused) == list(range(len(PROMPTS)))
+    assert [completion.tokens for completion in completions] == [dense.greedy(prompt, 9) for prompt in PROMPTS]
+
+
+def test_what_is_no_function_is_refused_before_anything_runs(sampler: Sampler) -> None:
+    for callback in ("on_tokens", "on_completion"):
+        with pytest.raises(TypeError, match=rf"^{callback}: expected a function or None, got str"):
+            sampler.generate(PROMPTS, max_new_tokens=9, **{callback: "print"})
+    state = sampler.start(PROMPTS)
+    with pytest.raises(TypeError, match=r"^on_tokens: expected a function or None, got list"):
+        sampler.decode(state, 3, on_tokens=[])
+    sampler.decode(state, 3)  # it is not used up
+
+
 def test_generate_shows_progress(sampler: Sampler, capsys: pytest.CaptureFixture) -> None:
     completions = sampler.generate(PROMPTS, max_new_tokens=9, progress=True)
     assert [len(completion.tokens) for completion in completions] == [9] * 4
