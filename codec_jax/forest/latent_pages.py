@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -113,7 +114,7 @@ class LatentPages:
           rows: [B, T, 1, L + rope], each token's latent after its normalisation, then its rotated key; any float dtype.
           rope: numbers of the rotated key, which pages of one byte a number know; with 0, such a row has no mark.
 
-        Raises ValueError unless slots are integers and there is one row for each.
+        Raises ValueError unless slots are integers, there is one row for each, and the rotated key is a part of it.
 
         >>> from codec_jax import LatentPages
         >>> pages = LatentPages.zeros(num_pages=4, page_size=16, size=48, dtype=jnp.float32)
@@ -121,13 +122,13 @@ class LatentPages:
         48.0
         """
         where, rows, quantisation = in_bounds("slots", slots), jnp.asarray(rows), self.quantisation
-        if quantisation is None:
-            cast = rows.astype(self.latent.dtype)
-            latent, rotated = jnp.split(finite(rows, cast.dtype), [rows.shape[-1] - rope], axis=-1)
-            rotated = jnp.where(jnp.isfinite(cast).all(axis=-1, keepdims=True), rotated, jnp.nan)
-            return replace(self, latent=stored("rows", self.latent, where, jnp.concatenate([latent, rotated], axis=-1)))
         if rows.shape != (expected := (*where.shape, 1, self.size)):
             raise ValueError(f"rows: expected shape {expected}, a row for each slot, got {rows.shape}")
+        if quantisation is None:
+            is_rotated = np.arange(self.size) >= self.size - checks.integer("rope", rope, 0, below=self.size)
+            is_whole = jnp.isfinite(rows.astype(self.latent.dtype)).all(axis=3, keepdims=True)
+            rows = jnp.where(is_rotated[None, None, None] & ~is_whole, jnp.nan, finite(rows, self.latent.dtype))
+            return replace(self, latent=stored("rows", self.latent, where, rows))
         latent, rotated = jnp.split(rows, [self.latent.shape[3]], axis=3)
         rotated = rotated.astype(jnp.bfloat16)
         is_whole = ~jnp.isnan(latent).any(axis=3, keepdims=True) & jnp.isfinite(rotated).all(axis=3, keepdims=True)

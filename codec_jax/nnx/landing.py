@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from codec_jax.errors import LogitsError
 from codec_jax.nnx.engine_step import Outcome
 from codec_jax.nnx.request import FinishReason, Request, Update
+from codec_jax.nnx.sampling import NO_TOKEN
 from codec_jax.nnx.scheduler import Running, Scheduler, Step
 from codec_jax.nnx.text import TextStream
 
@@ -80,11 +81,9 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
         request.logprobs.extend(landed.logprobs[row, : len(accepted)].tolist())
         if count := request.params.top_logprobs:
             tops = landed.top_tokens[row, : len(accepted), :count], landed.top_logprobs[row, : len(accepted), :count]
-            request.top_logprobs += [
-                {
-                    token: logprob for token, logprob in zip(*pair, strict=True) if token >= 0
-                }  # a vocabulary may have fewer
-                for pair in zip(*(x.tolist() for x in tops), strict=True)
+            request.top_logprobs += [  # a vocabulary may have fewer tokens than are asked for
+                {token: logprob for token, logprob in zip(*each, strict=True) if token != NO_TOKEN}
+                for each in zip(*(x.tolist() for x in tops), strict=True)
             ]
         updates[request] = settle(request, accepted, reasons[running])
     for request, update in updates.items():  # when all have theirs, for callbacks may abort others, or be interrupted

@@ -100,3 +100,7 @@ def test_what_cannot_be_is_refused() -> None:
     pages = LatentPages.zeros(4, 8, SIZE, jnp.float8_e4m3fn, rope=ROPE)
     with pytest.raises(ValueError, match=rf"^rows: expected shape \(1, 1, 1, {SIZE}\), a row for each slot, got "):
         pages.write(np.zeros((1, 1), int), jnp.ones((1, 1, 1, LATENT)))
+    pages = LatentPages.zeros(4, 8, SIZE)
+    for rope in (-1, SIZE, 2.0):
+        with pytest.raises(ValueError, match=rf"^rope: expected an integer of at least 0.*, got {rope}"):
+            pages.write(np.zeros((1, 1), int), jnp.ones((1, 1, 1, SIZE)), rope=rope)
