@@ -126,8 +126,9 @@ class LatentPages:
             raise ValueError(f"rows: expected shape {expected}, a row for each slot, got {rows.shape}")
         if quantisation is None:
             is_rotated = np.arange(self.size) >= self.size - checks.integer("rope", rope, 0, below=self.size)
-            is_whole = jnp.isfinite(rows.astype(self.latent.dtype)).all(axis=3, keepdims=True)
-            rows = jnp.where(is_rotated[None, None, None] & ~is_whole, jnp.nan, finite(rows, self.latent.dtype))
+            rows = rows.astype(self.latent.dtype)
+            is_whole = jnp.isfinite(rows).all(axis=3, keepdims=True)
+            rows = jnp.where(is_rotated[None, None, None] & ~is_whole, jnp.nan, finite(rows, rows.dtype))
             return replace(self, latent=stored("rows", self.latent, where, rows))
         latent, rotated = jnp.split(rows, [self.latent.shape[3]], axis=3)
         rotated = rotated.astype(jnp.bfloat16)

@@ -286,7 +286,7 @@ def _grid(
     block_tokens = given.get("block_tokens", blocks)
     page_tokens, pages_per_block = pages_of_block(forest.page_size, block_tokens)
     num_ctas = given.get("num_ctas", tiling.num_ctas)
-    is_much = (tokens + reread) // devices * heads.num_kv_heads >= tiling.wide * num_ctas
+    pairs_pay = (tokens + reread) // devices * heads.num_kv_heads >= tiling.wide * num_ctas
     return Grid(
         rows_per_request=rows_per_request,
         query_tokens=query_tokens,
@@ -298,7 +298,7 @@ def _grid(
         pages_per_block=pages_per_block,
         num_kv_heads=heads.num_kv_heads,
         num_ctas=num_ctas,
-        min_wide_tokens=given.get("min_wide_tokens", MIN_WIDE_TOKENS if is_much else math.inf),
+        min_wide_tokens=given.get("min_wide_tokens", MIN_WIDE_TOKENS if pairs_pay else math.inf),
     )
 
 
