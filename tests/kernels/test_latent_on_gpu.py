@@ -96,6 +96,27 @@ def test_a_stale_plan_gives_nan_and_results_are_the_same_from_run_to_run(dtype: 
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, ONE_BYTE])
+@pytest.mark.parametrize("q_heads", [16, 128])
+def test_a_latent_that_is_not_finite_shows_in_the_requests_that_read_it(q_heads: int, dtype: Any) -> None:
+    """Blocks of a leaf are masked by row, the ends of leaves by token; the root is everyone's."""
+    forest = Forest.from_nodes([-1, 0, 0, 0], [700, 9, 12, 1400], [1, 2, 3])
+    plan = latent_plan(forest, q_heads)
+    query, pages, _ = random_arrays(forest, q_heads, dtype, 0, 1, PAGES)
+    held = pages if isinstance(pages, LatentPages) else LatentPages(pages)
+    clean = np.asarray(attend(query, held, None, forest, plan, implementation="mosaic"), np.float32)
+    assert np.isfinite(clean).all()
+    row = jnp.ones((1, 1, 1, KEY)).at[..., 3].set(jnp.nan)
+    cases = [(0, 333, [0, 1, 2]), (0, 705, [0]), (1, 705, [1]), (2, 1500, [2]), (2, 2099, [2])]
+    for request, token, readers in cases:
+        slots = forest.context_slots(request)[None, token : token + 1]
+        blown = held.write(slots, row, rope=KEY - VALUE)
+        out = np.asarray(attend(query, blown, None, forest, plan, implementation="mosaic"), np.float32)
+        others = ~np.isin(np.arange(3), readers)
+        np.testing.assert_array_equal(out[others], clean[others])
+        assert np.isnan(out[readers]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, ONE_BYTE])
 def test_latent_attention_by_name_is_that_of_the_xla_path(dtype: Any) -> None:
     heads, nope, value, forest = 16, 128, 128, grown(TREE, 16, seed=0, request_capacity=9)
     plan, rng = latent_plan(forest, heads), np.random.default_rng(0)
