@@ -1,18 +1,19 @@
-"""The cost model: how long one thread block takes for its part of a plan (paper, section 5, C_est).
+"""The cost model: how long one thread block takes for a segment (paper, section 5, C_est).
 
     segment   segment_us + merge_us x tiles + time of its query rows over n KV tokens
     time      cached_us[tiles, n]   K and V come from the L2 cache: arithmetic decides
               memory_us[tiles, n]   every thread block reads K and V of its own: the memory's bandwidth decides
 
-Which of the two holds depends on what all thread blocks do together, so a plan has one number for how much of the wait
-for memory shows (`Estimate.stall`). Tables are measured by `python -m codec_jax.profile`; where there is none, a
-roofline serves. Paper: doi 10.1145/3802028.
+Which of the two holds depends on what all thread blocks do together: see `estimate`. Tables are measured by `python -m
+codec_jax.profile`, and hold for any number of heads of their size; where there is none, a roofline serves. Paper: doi
+10.1145/3802028.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import warnings
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 
 from codec_jax import checks
 from codec_jax.planning.published_rates import Rates, published_rates
@@ -33,19 +34,11 @@ _MEASURE_AGAIN = "measure again with `python -m codec_jax.profile`"
 _SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
 _FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
 
-#: Share of the wait for memory that shows however much bandwidth others leave: a thread block has two blocks in flight,
-#: too few to hide all of it. This and the next one are those with which calls took least; less of both would predict
-#: better what a call takes where arithmetic decides.
-_MIN_STALL = 0.5
-#: Time of a wide block over that of the table where memory decides. There all thread blocks read alike; beside some
-#: that have narrow blocks, those with wide ones get less: they keep what they have read for longer, and ask for less.
-_WIDE_WAIT = 1.25
-
 Table = tuple[tuple[float, ...], ...]
 
 
 class HeadLayout(NamedTuple):
-    """Heads and pages that a table of costs holds for."""
+    """Heads and pages that a table of costs was measured with. It holds for all heads of this size."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -63,7 +56,7 @@ class CostModel:
     >>> from codec_jax.planning.cost import HeadLayout
     >>> layout = HeadLayout(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
     >>> model = CostModel.shipped("NVIDIA H200", layout)
-    >>> model.check_layout(layout)  # raises nothing: the table is for this one
+    >>> model.check_layout(layout)  # raises nothing: the table is for heads of this size
     >>> model.kv_us(wide=[False, True], tokens=4096, cached=False).tolist()
     [60.32, 60.32]
     >>> model.save("costs.json")
@@ -113,19 +106,20 @@ class CostModel:
 
     @property
     def layout(self) -> HeadLayout:
-        """Heads and pages that the table holds for."""
+        """Heads and pages that the table was measured with."""
         return HeadLayout(*(getattr(self, name) for name in HeadLayout._fields))
 
     def check_layout(self, layout: HeadLayout) -> None:
-        """Raise ValueError for another head layout or page size, or a GPU that the table was not measured on.
+        """Raise ValueError for heads of another size, or a GPU that the table was not measured on.
 
         Args:
-          layout: that of the plan.
+          layout: that of the plan. How many heads there are, and the size of pages, may be others than in the table:
+            a row tile is 64 rows of one kv head in any case.
         """
-        if self.layout != layout:
+        if self.head_dim != layout.head_dim:
             raise ValueError(
-                f"cost_model: expected a table for {', '.join(layout._fields)} = {tuple(layout)}, got one for "
-                f"{tuple(self.layout)}; costs do not carry over to other layouts: pass None, or measure this one with "
+                f"cost_model: expected a table for head_dim = {layout.head_dim}, got one for {self.head_dim}; costs "
+                "do not carry over to heads of another size: pass None, or measure these with "
                 "`python -m codec_jax.profile`"
             )
         device = jax.devices()[0]
@@ -254,8 +248,9 @@ class CostModel:
     def default(cls, layout: HeadLayout, *, values_in_keys: bool = False) -> CostModel:
         """Return the model for the default device: measured by the user, shipped, or else a roofline.
 
-        The roofline is of the GPU's published rates, or else of an H200. Where a GPU has no table, a warning says so,
-        once; not for values in keys, of which there are none. Files are read again only when they change.
+        Where there is no table for a layout, one of other heads of this size serves, the most alike. The roofline is of
+        the GPU's published rates, or else of an H200. Where a GPU has no table for it, a warning says so, once; not for
+        values in keys, of which there are none. Files are read again only when they change.
 
         Args:
           layout: as in `roofline`.
@@ -269,14 +264,16 @@ class CostModel:
         if device.platform != "gpu":
             # Costs only shape a plan: as on a GPU, however small the heads are.
             return _roofline(layout, 128, values_in_keys)
-        for folder in (user_folder(), _SHIPPED):
-            if model := _found(folder, device.device_kind, layout):
-                return model
+        folders = (user_folder(), _SHIPPED)
+        for find in (_found, _found_alike):
+            for folder in folders:
+                if model := find(folder, device.device_kind, layout):
+                    return model
         if not values_in_keys:
             # The registry of `warnings` shows a text once per process and line.
             warnings.warn(
-                f"no measured costs for {device.device_kind} with {', '.join(layout._fields)} = {tuple(layout)}: plans "
-                "are balanced by a roofline; `python -m codec_jax.profile` measures them",
+                f"no measured costs for {device.device_kind} with head_dim = {layout.head_dim}: plans are balanced by "
+                "a roofline; `python -m codec_jax.profile` measures them",
                 stacklevel=1,
             )
         rates = published_rates(device.device_kind)
@@ -293,68 +290,6 @@ class CostModel:
         return _found(_SHIPPED, device, layout)
 
 
-class Estimate(NamedTuple):
-    """Costs of the blocks and segments of one plan."""
-
-    model: CostModel
-    block_tokens: int
-    stall: float = 1.0  # share of the wait for memory that shows: at 1 each thread block reads its own
-    token_masked: float = 1.0  # share of the masked blocks that are masked by token; a mask by row costs nothing
-
-    @classmethod
-    def of(
-        cls, model: CostModel, block_tokens: int, blocks: Float[np.ndarray, "2 2"], unique: float, token_masked: float
-    ) -> Estimate:
-        """Estimate how long blocks stall when so many are worked off together: [narrow or wide, unmasked or masked].
-
-        All of them take as long as memory or as arithmetic, whichever takes longer, so what memory needs beyond the
-        arithmetic is waiting. `unique` of the blocks come from memory, the others from the L2 cache.
-        """
-        fast, slow = (cls(model, block_tokens, stall, token_masked).block_us for stall in (0.0, 1.0))
-        reading = unique * slow[0, 0]
-        computing = float((blocks * fast).sum())
-        longest = float((blocks * (slow - fast)).sum())
-        stall = min(max((reading - computing) / longest, _MIN_STALL), 1.0) if longest > 0 else 1.0
-        return cls(model, block_tokens, stall, token_masked)
-
-    @property
-    def mask_slowdown(self) -> float:
-        """Time of a cached masked block over that of another."""
-        return 1.0 + (self.model.masked - 1.0) * self.token_masked
-
-    @property
-    def block_us(self) -> Float[np.ndarray, "2 2"]:
-        """Time of one of many blocks: [narrow or wide, unmasked or masked]."""
-        memory, cached = self.model.token_us.T[:, :, None] * self.block_tokens  # [narrow or wide, 1]
-        return self._waiting(np.asarray([[False], [True]]), memory, cached * np.asarray([1.0, self.mask_slowdown]))
-
-    def _waiting(self, wide: Any, memory: Any, cached: Any) -> Any:
-        """Return what blocks take that would take these times from memory, and from the L2 cache."""
-        return cached + self.stall * np.maximum(memory * np.where(wide, _WIDE_WAIT, 1.0) - cached, 0.0)
-
-    def segment_us(self, wide: Any) -> Any:
-        """Return what a segment costs beyond its blocks."""
-        return self.model.segment_us + self.model.merge_us * (1 + wide)
-
-    @property
-    def opening_us(self) -> Float[np.ndarray, " 2"]:
-        """Cost of a segment, narrow or wide, beyond blocks that cost what one of many does: the first take longer."""
-        model, wide = self.model, np.asarray([False, True])
-        shortest = model.tokens[0]
-        first = self._waiting(wide, *(model.kv_us(wide, shortest, cached=cached) for cached in (False, True)))
-        later = self._waiting(wide, *model.token_us.T * shortest)
-        return self.segment_us(wide) + np.maximum(first - later, 0.0)
-
-    def segments(
-        self, wide: Bool[np.ndarray, " n"], unmasked: Int[np.ndarray, " n"], masked: Int[np.ndarray, " n"]
-    ) -> Float[np.ndarray, " n"]:
-        """Return the cost of each segment from its kind and its blocks, in microseconds."""
-        blocks = unmasked + masked
-        memory, cached = (self.model.kv_us(wide, blocks * self.block_tokens, cached=cached) for cached in (False, True))
-        cached = cached * (1 + (self.mask_slowdown - 1) * masked / np.maximum(blocks, 1))
-        return self.segment_us(wide) + self._waiting(wide, memory, cached)
-
-
 def user_folder() -> str:
     """Return where `codec_jax.profile` keeps tables: codec_jax in $XDG_CACHE_HOME, or in ~/.cache."""
     return os.path.join(
@@ -367,9 +302,12 @@ def file_name(device: str, layout: HeadLayout, dtype: str = "bfloat16") -> str:
 
     The kernels take two-byte numbers only and treat them alike, so that `make_plan` looks for one dtype.
     """
-    device = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
     heads = f"{layout.num_q_heads}q_{layout.num_kv_heads}kv_{layout.head_dim}"
-    return f"{device}-{heads}-page{layout.page_size}-{dtype}.json"
+    return f"{_plain(device)}-{heads}-page{layout.page_size}-{dtype}.json"
+
+
+def _plain(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
 def _found(folder: str, device: str, layout: HeadLayout) -> CostModel | None:
@@ -379,6 +317,29 @@ def _found(folder: str, device: str, layout: HeadLayout) -> CostModel | None:
     except OSError:
         return None
     return _loaded(path, status.st_mtime_ns, status.st_size)
+
+
+def _found_alike(folder: str, device: str, layout: HeadLayout) -> CostModel | None:
+    """Find a table of other heads of this size, in the order of pages, q heads for a kv head, and kv heads."""
+    name = re.compile(rf"{_plain(device)}-(\d+)q_(\d+)kv_({layout.head_dim})-page(\d+)-bfloat16\.json")
+    try:
+        files = os.listdir(folder)
+    except OSError:
+        return None
+    found = [HeadLayout(*map(int, match.groups())) for file in files if (match := name.fullmatch(file))]
+
+    def unlike(other: HeadLayout) -> tuple[float, ...]:
+        pages, groups, heads = (
+            abs(math.log(one / another))
+            for one, another in (
+                (layout.page_size, other.page_size),
+                (layout.num_q_heads / layout.num_kv_heads, other.num_q_heads / other.num_kv_heads),
+                (layout.num_kv_heads, other.num_kv_heads),
+            )
+        )
+        return pages, groups, heads, *other
+
+    return _found(folder, device, min(found, key=unlike)) if found else None
 
 
 @functools.lru_cache(maxsize=16)

@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from codec_jax import checks
 from codec_jax.arrays import expand
-from codec_jax.planning.cost import Estimate
+from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.even_runs import even_runs
 from codec_jax.planning.work import Schedule, Work
 

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from codec_jax.arrays import expand
-from codec_jax.planning.cost import Estimate
+from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.work import Schedule, Work
 
 #: Share of the thread blocks that may be left out so that kv heads are cut alike.

@@ -25,8 +25,9 @@ from codec_jax.errors import PlanError
 from codec_jax.forest import Forest
 from codec_jax.forest.homes import Homes
 from codec_jax.mesh import CONTEXT
-from codec_jax.planning.cost import CostModel, Estimate
+from codec_jax.planning.cost import CostModel
 from codec_jax.planning.division import Policy
+from codec_jax.planning.estimate import Estimate
 from pallas_kernels.heads import Heads
 from pallas_kernels.plan_format import ForestArrays, PlanArrays, PlanGuard, Segment
 

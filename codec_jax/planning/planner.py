@@ -24,8 +24,9 @@ from codec_jax.arrays import bucket
 from codec_jax.forest import Forest
 from codec_jax.forest.homes import Homes
 from codec_jax.forest.page_subset import PageSubset
-from codec_jax.planning.cost import CostModel, Estimate, HeadLayout
+from codec_jax.planning.cost import CostModel, HeadLayout
 from codec_jax.planning.division import INVARIANT, Policy, divide
+from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.invariant import list_invariant_streams
 from codec_jax.planning.plan import Plan, PlanHost, begin_of_ctas, max_lengths
 from codec_jax.planning.streams import (

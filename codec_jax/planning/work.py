@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from codec_jax.planning.cost import CostModel, Estimate
+from codec_jax.planning.cost import CostModel
+from codec_jax.planning.estimate import Estimate
 
 
 class Work(NamedTuple):

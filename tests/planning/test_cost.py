@@ -117,11 +117,12 @@ def test_a_file_that_is_no_json_object_raises(tmp_path, text):
         CostModel.load(tmp_path / "costs.json")
 
 
-def test_a_table_for_another_layout_is_refused():
-    for change in ({"num_q_heads": 16}, {"num_kv_heads": 4}, {"head_dim": 64}, {"page_size": 32}):
-        with pytest.raises(ValueError, match=r"cost_model: expected a table for .* = \(32, 8, 128, 16\), got one for"):
-            make_plan(FOREST, **HEADS, cost_model=replace(MODEL, **change))
-    assert make_plan(FOREST, **HEADS, cost_model=MODEL).cost_model == MODEL
+def test_a_table_for_heads_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"cost_model: expected a table for head_dim = 128, got one for 64; .*profile"):
+        make_plan(FOREST, **HEADS, cost_model=replace(MODEL, head_dim=64))
+    for change in ({}, {"num_q_heads": 16}, {"num_kv_heads": 4}, {"page_size": 32}):
+        model = replace(MODEL, **change)
+        assert make_plan(FOREST, **HEADS, cost_model=model).cost_model == model
 
 
 def test_a_roofline_is_bound_by_memory_in_narrow_segments_and_by_arithmetic_in_cached_wide_ones():
@@ -180,8 +181,7 @@ def test_an_unknown_gpu_gets_a_roofline_and_is_told_once(gpu):
         for _ in range(3):
             make_plan(FOREST, **HEADS)
     assert [str(w.message).partition(":")[0] for w in caught] == [
-        "no measured costs for NVIDIA X-1 (64 GB) with num_q_heads, num_kv_heads, head_dim, page_size = "
-        "(32, 8, 128, 16)"
+        "no measured costs for NVIDIA X-1 (64 GB) with head_dim = 128"
     ]
     assert first.cost_model == CostModel.roofline(LAYOUT)
 
@@ -229,6 +229,46 @@ def test_tables_of_the_package_serve_their_device_unless_the_user_has_measured(g
     mine = replace(shipped, segment_us=7.0)
     mine.save(os.path.join(cost.user_folder(), cost.file_name(gpu.device_kind, LAYOUT)))
     assert CostModel.default(LAYOUT) == mine
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (LAYOUT, (32, 8, 128, 16)),
+        (HeadLayout(64, 8, 128, 16), (32, 8, 128, 16)),  # others have other pages, or other kv heads
+        (HeadLayout(16, 4, 128, 16), (32, 8, 128, 16)),
+        (HeadLayout(16, 1, 128, 16), (64, 4, 128, 16)),
+        (HeadLayout(64, 8, 128, 64), (64, 8, 128, 64)),
+        (HeadLayout(32, 8, 128, 256), (64, 8, 128, 64)),
+        (HeadLayout(2, 2, 96, 16), (12, 12, 96, 16)),
+    ],
+)
+def test_where_there_is_no_table_that_of_the_most_similar_heads_of_this_size_serves(gpu, monkeypatch, layout, expected):
+    folder = cost.user_folder()
+    for measured in ((32, 8, 128, 16), (64, 4, 128, 16), (64, 8, 128, 64), (64, 8, 64, 16), (12, 12, 96, 16)):
+        model = replace(MODEL, device=gpu.device_kind, **HeadLayout(*measured)._asdict())
+        model.save(os.path.join(folder, cost.file_name(model.device, model.layout)))
+    # Tables of other devices, of which one's name begins alike, and files that are no tables.
+    for device in ("NVIDIA X-1 (64 GB) 2", "X-1 (64 GB)"):
+        replace(MODEL, device=device).save(os.path.join(folder, cost.file_name(device, HeadLayout(64, 8, 128, 16))))
+    with open(os.path.join(folder, "notes.json"), "w") as file:
+        file.write("{}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = CostModel.default(layout)
+    assert (model.layout, model.device) == (expected, gpu.device_kind)
+    q_heads, kv_heads, head_dim, page_size = layout
+    forest = Forest.from_nodes([-1], [300], [0], page_size=page_size)
+    assert make_plan(forest, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim).cost_model == model
+
+
+def test_a_table_of_these_heads_comes_before_what_the_user_measured_of_others(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(cost, "_SHIPPED", str(tmp_path / "shipped"))
+    shipped, other = replace(MODEL, device=gpu.device_kind), replace(MODEL, device=gpu.device_kind, num_q_heads=64)
+    shipped.save(tmp_path / "shipped" / cost.file_name(gpu.device_kind, shipped.layout))
+    other.save(os.path.join(cost.user_folder(), cost.file_name(gpu.device_kind, other.layout)))
+    assert CostModel.default(LAYOUT) == shipped
+    assert CostModel.default(LAYOUT._replace(num_q_heads=40)) == other
 
 
 def test_every_table_of_the_package_is_whole_and_named_for_what_it_holds():

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from codec_jax.planning import even_runs
 from codec_jax.planning import work as planned_work
-from codec_jax.planning.cost import Estimate, HeadLayout
+from codec_jax.planning.cost import HeadLayout
 from codec_jax.planning.division import divide
+from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.work import Schedule
 
 POLICIES = ["aligned", "paper", 1, 2, 7]
@@ -356,6 +358,19 @@ def test_what_memory_takes_beyond_the_arithmetic_is_waited_for(narrow, wide, uni
     stall = estimate.stall
     block = [[1 + stall, 1.25 + 0.75 * stall], [1.8 + 0.7 * stall, 2.25 + 0.25 * stall]]
     np.testing.assert_allclose(estimate.block_us, block)
+
+
+def test_a_wide_block_that_waits_for_arithmetic_does_not_wait_longer_beside_narrow_ones():
+    # Heads of 64 numbers on an H200: memory brings a block in 0.93 us, and arithmetic of two tiles takes 1.16.
+    rates = {"memory_us": ((0.93, 1.86), (1.23, 2.46)), "cached_us": ((0.68, 1.36), (1.16, 2.32))}
+    model = replace(MODEL, tokens=(128, 256), segment_us=3.0, merge_us=0.5, **rates)
+    estimate = Estimate(model, 128, stall=0.5)
+    np.testing.assert_allclose(estimate.block_us[:, 0], [0.805, 1.195])
+    segments = estimate.segments(np.array([False, True]), np.array([2, 2]), np.array([0, 0]))
+    np.testing.assert_allclose(segments, [3.5 + 1.61, 4.0 + 2.39])
+    # Where memory takes longer, a wide block gets a quarter less of it.
+    slower = replace(model, memory_us=((1.8, 3.6), (1.8, 3.6)))
+    np.testing.assert_allclose(Estimate(slower, 128).block_us[:, 0], [1.8, 2.25])
 
 
 def test_a_wide_stream_that_keeps_few_thread_blocks_busy_shares_its_last_one():
