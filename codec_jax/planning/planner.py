@@ -6,7 +6,7 @@ forest ─► tiles and blocks  how large they are, by the device and the amount
                             or, each page in a place of its own, policy "invariant"      invariant
        ─► blocks            pages in groups, those without a mask first                  streams.lay_out_blocks
        ─► cuts              streams divided among thread blocks, by cost                 division.divide
-       ─► segments, merges  the cuts as rows, and which partials POR merges              _segments
+       ─► segments, merges  the cuts as rows, and which partials POR merges              segments.list_segments
 
 All from the runs on is done for each device that pages live on. Forest, tiles and rows are the same everywhere.
 """
@@ -29,6 +29,7 @@ from codec_jax.planning.division import INVARIANT, Policy, divide
 from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.invariant import list_invariant_streams
 from codec_jax.planning.plan import Plan, PlanHost, begin_of_ctas, max_lengths
+from codec_jax.planning.segments import list_segments, query_starts
 from codec_jax.planning.streams import (
     MIN_WIDE_TOKENS,
     Grid,
@@ -41,9 +42,9 @@ from codec_jax.planning.streams import (
     list_streams,
 )
 from codec_jax.planning.tiling import default_tiling, values_in_keys
-from codec_jax.planning.work import Schedule, Work
+from codec_jax.planning.work import Work
 from pallas_kernels.heads import Heads, Window
-from pallas_kernels.plan_format import PlanArrays, PlanGuard, Segment
+from pallas_kernels.plan_format import PlanArrays, PlanGuard
 from pallas_kernels.token_mask import MAX_ROWS
 
 #: A plan of so many pages has room for the worst that its forest can become: what that costs, a megabyte, is nothing.
@@ -183,9 +184,9 @@ def make_plan(
         capacity = max(_block_capacity(forest, *part, grid, subsets[0]) for part in parts)
     else:
         capacity = bucket(num_blocks, minimum=max(checks.integer("block_capacity", block_capacity, 0), 8))
-    query_starts, capacities = _query_starts(forest, grid), (capacity, segment_capacity)
+    starts, capacities = query_starts(forest, grid), (capacity, segment_capacity)
     devices = [
-        _device(forest, streams, work, grid, model, policy, capacities, query_starts, pages)
+        _device(forest, streams, work, grid, model, policy, capacities, starts, pages)
         for pages, (_, streams, work) in zip(subsets, parts, strict=True)
     ]
     used_rows = np.asarray([forest.active.sum() * grid.rows_per_request], np.int32)
@@ -226,14 +227,14 @@ def _device(
     model: CostModel,
     policy: Policy,
     capacities: tuple[int, int],
-    query_starts: Int[np.ndarray, " tiles"],
+    starts: Int[np.ndarray, " tiles"],
     subset: PageSubset | None,
 ) -> _Device:
     """Lay out the blocks of a device, divide them among its thread blocks, and list what they merge."""
     block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacities[0], subset)
     estimate = work.estimate(model)
     schedule = divide(work, estimate, policy)
-    segments, merge_ptr, num_partials = _segments(schedule, work, streams, grid, query_starts, capacities[1])
+    segments, merge_ptr, num_partials = list_segments(schedule, work, streams, grid, starts, capacities[1])
     cta_begin = begin_of_ctas(schedule.cta_ptr, segments, block_pages)
     arrays = {"block_pages": block_pages, "segments": segments, "cta_begin": cta_begin, "merge_ptr": merge_ptr}
     return _Device(arrays, num_partials, estimate)
@@ -344,84 +345,3 @@ def _block_capacity(
     pages = max(likely, min(worst, _ROOMY_PAGES), listed)
     # Each stream has a last block that may be hardly filled.
     return bucket(max(-(-pages // grid.pages_per_block) + 2 * grid.num_tiles, int(work.block_ptr[-1])))
-
-
-def _query_starts(forest: Forest, grid: Grid) -> Int[np.ndarray, " tiles"]:
-    """Find the tiles whose query rows are consecutive in the caller's order: the entry that each begins with, or -1."""
-    group = grid.rows_per_request // grid.query_tokens
-    if grid.tile_rows % group:
-        return np.full(grid.num_tiles, -1)
-    units = grid.tile_rows // group
-    first = np.arange(grid.num_tiles) * units
-    order = forest.request_of_row
-    if not len(order):
-        return np.full(grid.num_tiles, -1)
-    # Rows of requests that directly follow each other in both orders have the same value here.
-    run = np.cumsum(np.diff(order, prepend=order[0]) != 1)
-    begin, end = first // grid.query_tokens, np.minimum((first + units - 1) // grid.query_tokens, len(order) - 1)
-    entry = order[begin].astype(np.int64) * grid.query_tokens + first % grid.query_tokens
-    # Rows that a tile writes past the last request must fall past the end of the query.
-    total = len(order) * grid.query_tokens
-    inside = (first + units <= total) | (entry + total - first == total)
-    return np.where((run[begin] == run[end]) & inside, entry, -1)
-
-
-def _segments(
-    schedule: Schedule,
-    work: Work,
-    streams: Streams,
-    grid: Grid,
-    query_starts: Int[np.ndarray, " tiles"],
-    least: int,
-) -> tuple[Int[np.ndarray, "segments 10"], Int[np.ndarray, " tiles*K+1"], int]:
-    """Write the cuts as rows; return them, the merge lists, and how many partials to make room for."""
-    # Cuts between streams and thread blocks keep within bounds that do not depend on the tree; others may not.
-    heads, num_ctas = work.num_kv_heads, len(schedule.cta_ptr) - 1
-    num_merges, num_pairs = grid.num_tiles * heads, (grid.num_tiles // 2) * heads * (grid.lanes - 1)
-    wide = work.wide[schedule.stream]
-    num_segments, num_partials = len(wide), len(wide) + int(np.count_nonzero(wide))
-    capacity = max(num_merges + num_pairs + num_ctas, least)
-    capacity = capacity if num_segments <= capacity else bucket(num_segments)
-    room = capacity + num_pairs + num_ctas * (grid.lanes - 1)
-    room = room if num_partials <= room else bucket(num_partials)
-
-    tile0, tile1 = streams.tile0[schedule.stream], streams.tile1[schedule.stream]
-    partial0, partial1, merge_ptr = _partials(tile0, tile1, schedule, heads, num_merges, room)
-    columns = Segment(
-        tile0=tile0,
-        tile1=tile1,
-        head=schedule.head,
-        begin=schedule.begin,
-        first_masked=np.clip(work.first_masked[schedule.stream], schedule.begin, schedule.end),
-        end=schedule.end,
-        partial0=partial0,
-        partial1=partial1,
-        query_start0=query_starts[tile0],
-        query_start1=query_starts[tile1],
-    )
-    segments = np.zeros((capacity, len(Segment._fields)), np.int32)
-    segments[:num_segments] = np.stack(columns, axis=1)
-    return segments, merge_ptr, room
-
-
-def _partials(
-    tile0: Int[np.ndarray, " segments"],
-    tile1: Int[np.ndarray, " segments"],
-    schedule: Schedule,
-    num_kv_heads: int,
-    num_merges: int,
-    nowhere: int,
-) -> tuple[Int[np.ndarray, " segments"], Int[np.ndarray, " segments"], Int[np.ndarray, " merges+1"]]:
-    """Number the partials such that those of one (tile, head) are consecutive, in the order of their blocks.
-
-    A narrow segment has one; its other goes nowhere.
-    """
-    merge = np.stack([tile0, tile1], axis=1) * num_kv_heads + schedule.head[:, None]
-    merge[tile0 == tile1, 1] = num_merges
-    merge = merge.reshape(-1)
-    number = np.empty(len(merge), np.int64)
-    number[np.lexsort((np.repeat(schedule.begin, 2), merge))] = np.arange(len(merge))
-    number[merge == num_merges] = nowhere
-    merge_ptr = np.cumsum(np.bincount(merge + 1, minlength=num_merges + 2)[: num_merges + 1])
-    partial0, partial1 = number.reshape(-1, 2).T
-    return partial0, partial1, merge_ptr.astype(np.int32)
