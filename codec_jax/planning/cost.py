@@ -248,13 +248,16 @@ class CostModel:
     def default(cls, layout: HeadLayout, *, values_in_keys: bool = False) -> CostModel:
         """Return the model for the default device: measured by the user, shipped, or else a roofline.
 
-        Where there is no table for a layout, one of other heads of this size serves, the most alike. The roofline is of
-        the GPU's published rates, or else of an H200. Where a GPU has no table for it, a warning says so, once; not for
-        values in keys, of which there are none. Files are read again only when they change.
+        Where there is no table for a layout, one of other heads of this size serves, the most alike; one of those that
+        cannot be read is left out, with a warning. The roofline is of the GPU's published rates, or else of an H200.
+        Where a GPU has no table for it, a warning says so, once; not for values in keys, of which there are none. Files
+        are read again only when they change.
 
         Args:
           layout: as in `roofline`.
           values_in_keys: as in `roofline`.
+
+        Raises ValueError, with the path, for a table of this layout that cannot be read or holds something else.
 
         >>> from codec_jax.planning.cost import HeadLayout
         >>> CostModel.default(HeadLayout(8, 2, 64, 16)).head_dim
@@ -264,9 +267,8 @@ class CostModel:
         if device.platform != "gpu":
             # Costs only shape a plan: as on a GPU, however small the heads are.
             return _roofline(layout, 128, values_in_keys)
-        folders = (user_folder(), _SHIPPED)
         for find in (_found, _found_alike):
-            for folder in folders:
+            for folder in (user_folder(), _SHIPPED):
                 if model := find(folder, device.device_kind, layout):
                     return model
         if not values_in_keys:
@@ -320,8 +322,9 @@ def _found(folder: str, device: str, layout: HeadLayout) -> CostModel | None:
 
 
 def _found_alike(folder: str, device: str, layout: HeadLayout) -> CostModel | None:
-    """Find a table of other heads of this size, in the order of pages, q heads for a kv head, and kv heads."""
-    name = re.compile(rf"{_plain(device)}-(\d+)q_(\d+)kv_({layout.head_dim})-page(\d+)-bfloat16\.json")
+    """Find a table of other heads of this size, the most similar in pages, q heads for a kv head, and kv heads."""
+    number = "([1-9][0-9]*)"
+    name = re.compile(rf"{_plain(device)}-{number}q_{number}kv_({layout.head_dim})-page{number}-bfloat16\.json")
     try:
         files = os.listdir(folder)
     except OSError:
@@ -339,12 +342,25 @@ def _found_alike(folder: str, device: str, layout: HeadLayout) -> CostModel | No
         )
         return pages, groups, heads, *other
 
-    return _found(folder, device, min(found, key=unlike)) if found else None
+    for other in sorted(found, key=unlike):
+        try:
+            if model := _found(folder, device, other):
+                return model
+        except ValueError as error:
+            warnings.warn(f"{error}; or remove it: plans for other heads do without it", stacklevel=1)
+    return None
 
 
 @functools.lru_cache(maxsize=16)
 def _loaded(path: str, mtime_ns: int, size: int) -> CostModel:
-    return CostModel.load(path)
+    del mtime_ns, size  # of another file, which is read anew
+    try:
+        model = CostModel.load(path)
+    except OSError as error:
+        raise ValueError(f"{path}: expected a file that can be read, got {error}; {_MEASURE_AGAIN}") from None
+    if (name := file_name(model.device, model.layout, model.dtype)) != os.path.basename(path):
+        raise ValueError(f"{path}: expected the table that its name says, got {name}; {_MEASURE_AGAIN}")
+    return model
 
 
 @functools.lru_cache(maxsize=16)

@@ -20,7 +20,7 @@ _MIN_STALL = 0.5
 #: Time of a wide block from memory over that of the table. There all thread blocks read alike; beside some that have
 #: narrow blocks, those with wide ones get less: they keep what they have read for longer, and ask for less.
 _WIDE_WAIT = 1.25
-#: The same over that of a narrow block, at most. Both have the same bytes, so that what a wide one takes beyond it is
+#: How far that goes, over the time of a narrow block. Both have the same bytes, so that what the table has beyond is
 #: arithmetic, as with heads of 64 numbers, and does not grow.
 _MOST_WAIT = 1.3
 

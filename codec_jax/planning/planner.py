@@ -95,8 +95,8 @@ def make_plan(
       block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; defaults to room for what
         the forest has capacities for. A plan that needs more is padded to the next bucket.
       segment_capacity: segments to pad to, likewise, if that is more than the policy "aligned" needs.
-      cost_model: what thread blocks take for their work, for this head layout and page size; defaults to what was
-        measured on the device (`CostModel.default`).
+      cost_model: what thread blocks take for their work, for heads of this size; defaults to what was measured on the
+        device (`CostModel.default`).
       policy: how streams are divided: "aligned" between kv heads, as the "paper" does, or into that many equal slices
         each (see `codec_jax.planning.division`). With "invariant" no request's attention depends, to the last bit, on
         who is beside it (see `codec_jax.planning.invariant`).
@@ -106,7 +106,7 @@ def make_plan(
         `forest_attention` then gives a partial, with return_residuals=True, to be merged with that of the rest.
 
     Raises ValueError for numbers that do not fit together, pages of several devices or a subset under the policy
-    "invariant", or a cost model for another layout or GPU; TypeError for a forest that lives on a device.
+    "invariant", or a cost model for another head size or GPU; TypeError for a forest that lives on a device.
 
     >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
     >>> make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64).heads.group

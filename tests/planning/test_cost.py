@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -260,6 +261,33 @@ def test_where_there_is_no_table_that_of_the_most_similar_heads_of_this_size_ser
     q_heads, kv_heads, head_dim, page_size = layout
     forest = Forest.from_nodes([-1], [300], [0], page_size=page_size)
     assert make_plan(forest, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim).cost_model == model
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_text("{}"),
+        lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"format": "codec_jax cost model 1"})),
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        lambda path: path.write_text(path.read_text().replace("NVIDIA X-1 (64 GB)", "NVIDIA X-2")),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["damaged", "older", "no text", "another GPU's", "a folder"],
+)
+def test_a_table_of_other_heads_that_cannot_be_read_is_left_out_with_a_warning(gpu, spoil):
+    folder, layouts = Path(cost.user_folder()), (HeadLayout(40, 8, 128, 16), HeadLayout(8, 8, 128, 16))
+    bad, good = (replace(MODEL, device=gpu.device_kind, **layout._asdict()) for layout in layouts)
+    for model in (bad, good):
+        model.save(folder / cost.file_name(model.device, model.layout))
+    path = folder / cost.file_name(bad.device, bad.layout)
+    spoil(path)
+    for name in ("064q_8kv", "0q_8kv", "32q_0kv"):  # no names of tables
+        (folder / path.name.replace("40q_8kv", name)).write_text("{}")
+    with pytest.warns(UserWarning, match=rf"{path.name}: expected .*; or remove it: plans for other heads do without"):
+        assert CostModel.default(LAYOUT) == good
+    # A plan for just these heads does not do without what was measured for them.
+    with pytest.raises(ValueError, match=rf"{path.name}: expected "):
+        CostModel.default(bad.layout)
 
 
 def test_a_table_of_these_heads_comes_before_what_the_user_measured_of_others(gpu, monkeypatch, tmp_path):
