@@ -9,7 +9,8 @@
     GET  /metrics               counts and times, for Prometheus
 
 Whatever prompts have in common with those that run, or came before, is computed once. After SIGINT or SIGTERM no more
-connections are taken, those that are open are answered, and the exit status is 0; it is 1 for an error.
+connections are taken, those that are open are answered, and the exit status is 0; it is 1 for an error. A second SIGINT
+cuts off what still runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import errno
 import hmac
 import json
+import math
 import os
 import signal
 import socket
@@ -141,28 +143,29 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     port = number_parser(int, "a port from 0 to 65535", 0, 65536)
+    count = number_parser(int, "a positive whole number", 1, math.inf)
     parser.add_argument("--port", type=port, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=f"that calls must bring (default: {KEY}'s)")
     parser.add_argument("--served-model-name", help="name in calls (default: that of the directory)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help=KV_DTYPE_HELP)
     parser.add_argument(
-        "--max-requests", type=int, default=128, help="decoded at a time, by each replica (default: 128)"
+        "--max-requests", type=count, default=128, help="decoded at a time, by each replica (default: 128)"
     )
     parser.add_argument(
-        "--max-context", type=int, help="tokens of prompt and text (default: all that there is room for)"
+        "--max-context", type=count, help="tokens of prompt and text (default: all that there is room for)"
     )
-    parser.add_argument("--prefill-tokens", type=int, default=2048, help="of prompts in a step (default: 2048)")
+    parser.add_argument("--prefill-tokens", type=count, default=2048, help="of prompts in a step (default: 2048)")
     parser.add_argument("--kv-cache-gib", type=gib_parser(), help=KV_CACHE_HELP)
     parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
     for axis, text in PARALLEL_HELP.items():
-        parser.add_argument(f"--{axis}-parallel", type=int, default=1, help=text)
+        parser.add_argument(f"--{axis}-parallel", type=count, default=1, help=text)
     return parser.parse_args(argv)
 
 
 def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     checkpoint = open_checkpoint(arguments.model)
-    if arguments.max_context is not None and not 0 < arguments.max_context <= checkpoint.max_context:
+    if (arguments.max_context or 1) > checkpoint.max_context:
         raise ValueError(
             f"--max-context: expected 1 to {checkpoint.max_context}, which the model was made for, "
             f"got {arguments.max_context}"

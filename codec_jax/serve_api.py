@@ -133,7 +133,8 @@ def read_call(content: bytes, chat: bool, served: Served) -> Call:
     stream, options = _boolean("stream", fields.pop("stream", False)), fields.pop("stream_options", {})
     if options != {} and not (stream and isinstance(options, dict) and options.keys() == {"include_usage"}):
         raise ValueError(f"stream_options: expected include_usage only, and stream beside it, got {options!r:.100}")
-    usage = _boolean("stream_options", options.get("include_usage", False))
+    usage = options.get("include_usage")
+    usage = usage is not None and _boolean("stream_options: include_usage", usage)
     samples = checks.integer("n", fields.pop("n", 1), below=MAX_SAMPLES + 1)
     prompts = [_chat(fields, served)] if chat else _prompts(fields.pop("prompt", None), served.checkpoint.tokenizer)
     if len(prompts) * samples > MAX_ANSWERS:
@@ -204,7 +205,8 @@ def _chat(fields: dict[str, Any], served: Served) -> list[int]:
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         parts = message.get("content") if isinstance(message, dict) else None
         if isinstance(parts, list):
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            of_text = (isinstance(part, dict) and part.get("type") == "text" for part in parts)
+            if not all(of_text) or not all(isinstance(part.get("text"), str) for part in parts):
                 raise ValueError(f"messages[{i}]: expected parts of text only, got {repr(parts)[:100]}")
             message = {**message, "content": "".join(part["text"] for part in parts)}
         joined.append(message)
@@ -228,9 +230,10 @@ def _sampling(fields: dict[str, Any], chat: bool, served: Served) -> tuple[bool,
     if not chat:
         return "logprobs" in fields, {**params, "top_logprobs": fields.pop("logprobs", 0)}
     logprobs = _boolean("logprobs", fields.pop("logprobs", False))
-    if "top_logprobs" in fields and not logprobs:
+    likely = fields.pop("top_logprobs", 0)
+    if not logprobs and (likely or isinstance(likely, bool)):
         raise ValueError("top_logprobs: expected logprobs beside it, got none")
-    return logprobs, {**params, "top_logprobs": fields.pop("top_logprobs", 0)}
+    return logprobs, {**params, "top_logprobs": likely}
 
 
 # ---------------------------------------------------------------------- answers

@@ -35,6 +35,7 @@ DOCUMENT = RNG.integers(6, VOCAB, 40).tolist()
 PROMPTS = [[*DOCUMENT[: 40 - i % 5], *RNG.integers(6, VOCAB, 1 + i % 4).tolist()] for i in range(200)]
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0.0, "max_tokens": 12}
 USER = {"role": "user", "content": "w8 w9"}
+IMAGE = {"type": "image_url", "text": "w8", "image_url": {"url": "data:"}}
 
 
 def text(tokens: list[int]) -> str:
@@ -373,6 +374,7 @@ def test_replicas_answer_as_one_does(model_dir: Path, cache: Path, alone: list[l
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream beside it"),
         ({"stream": True, "stream_options": []}, "stream_options", "include_usage only"),
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options", "include_usage only"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "include_usage: expected true"),
         ({"echo": True}, "echo", "not supported"),
         ({"suffix": "w1"}, "suffix", "not supported"),
         ({"echo": 0}, "echo", "not supported"),
@@ -400,8 +402,10 @@ def test_a_field_that_is_wrong_is_named(server: Running, changed: dict[str, Any]
         ({"messages": [1]}, "messages", "object"),
         ({"messages": [{"role": "user"}]}, "messages", "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts of text"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "parts of text"),
         ({"messages": [{"role": "user", "content": "w1 " * CONTEXT}]}, "messages", "max_context"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs beside it"),
+        ({"top_logprobs": False}, "top_logprobs", "logprobs beside it"),
         ({"logprobs": 2}, "logprobs", "true or false"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "below 21"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "names"),
@@ -427,6 +431,16 @@ def test_a_body_that_is_no_json_is_refused(server: Running, body: bytes) -> None
     status, answer = server.post(body)
     assert status == 400
     assert answer["error"]["message"].startswith("body: expected ")
+
+
+def test_values_that_ask_for_nothing_are_as_none_at_all(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": None}
+    call = {"model": "small", "temperature": 0, "max_tokens": 2}
+    chunks = list(client.completions.create(**call, prompt=[1, 2], stream=True, stream_options=options))
+    assert chunks
+    assert all(chunk.usage is None for chunk in chunks)
+    chat = client.chat.completions.create(**call, messages=[USER], top_logprobs=0)
+    assert chat.choices[0].logprobs is None
 
 
 def test_a_body_that_is_too_long_is_refused(server: Running, client: openai.OpenAI) -> None:
@@ -588,12 +602,9 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
     [
         (["--model", "nowhere"], "expected one with config.json"),
         (["--max-context", "1000"], f"--max-context: expected 1 to {CONTEXT}"),
-        (["--max-context", "0"], f"--max-context: expected 1 to {CONTEXT}"),
         (["--max-context", str(CONTEXT), "--kv-cache-gib", "1e-5"], "--max-context: expected at most 80"),
         (["--api-key", ""], "--api-key: expected a key, got an empty one"),
-        (["--max-requests", "0"], "max_requests: expected an integer of at least 1"),
         (["--kv-cache-gib", "1e-9"], "num_pages: expected"),
-        (["--data-parallel", "0"], "--data-parallel: expected an integer of at least 1"),
         (
             ["--invariant", "--context-parallel", "2"],
             "invariant: expected room = 1, ",
@@ -611,6 +622,10 @@ def test_options_that_are_wrong_are_refused(model_dir: Path, options: list[str],
     [
         (["--port", "99999"], "--port: expected a port from 0 to 65535, got '99999'"),
         (["--kv-cache-gib", "nan"], "--kv-cache-gib: expected a positive number of GiB, got 'nan'"),
+        (["--max-context", "0"], "--max-context: expected a positive whole number, got '0'"),
+        (["--max-requests", "-3"], "--max-requests: expected a positive whole number, got '-3'"),
+        (["--prefill-tokens", "0"], "--prefill-tokens: expected a positive whole number, got '0'"),
+        (["--data-parallel", "0"], "--data-parallel: expected a positive whole number, got '0'"),
     ],
 )
 def test_numbers_out_of_their_range_are_refused(
