@@ -47,6 +47,7 @@ class Following:
         self._engine = engine
         self._news: asyncio.Queue[tuple[int, Update] | StoppedError] = asyncio.Queue()
         self._finished = 0
+        self._is_waiting = False
 
     def abort(self) -> None:
         """End those that are not finished with what they have; this comes as their last update."""
@@ -66,10 +67,16 @@ class Following:
         return self
 
     async def __anext__(self) -> tuple[int, Update]:
-        """Wait for what is new. Raises StoppedError if a step of the engine failed."""
+        """Wait for what is new. Raises StoppedError if a step of the engine failed, RuntimeError for a second task."""
+        if self._is_waiting:
+            raise RuntimeError("following: expected one task that takes updates, got another while it waits")
         if self._finished == len(self.requests):
             raise StopAsyncIteration
-        news = await self._news.get()
+        self._is_waiting = True
+        try:
+            news = await self._news.get()
+        finally:
+            self._is_waiting = False
         if isinstance(news, StoppedError):
             self._finished = len(self.requests)
             raise news
@@ -193,14 +200,23 @@ class AsyncEngine(Generic[EngineT]):
         Args:
           function: as in `call`; returns requests that are not followed yet.
 
-        Raises what `call` raises.
+        Raises what `call` raises; TypeError for what are no requests, ValueError for those that are followed or come
+        twice. Others among them are aborted then.
         """
         following = Following(self)
 
         def submit(engine: EngineT) -> None:
-            requests = tuple(function(engine))
-            for request in requests:
-                checks.instance("function: each of what it returns", request, Request)
+            given = function(engine)
+            requests = tuple(given) if isinstance(given, Iterable) else (given,)
+            try:
+                checks.instance("function: what it returns", given, Iterable)
+                for number, request in enumerate(requests):
+                    checks.instance("function: each of what it returns", request, Request)
+                    if request in self._told or request in requests[:number]:
+                        raise ValueError(f"function: expected requests that nobody follows yet, got {request} again")
+            except (TypeError, ValueError):
+                _abort(engine, [each for each in requests if isinstance(each, Request) and each not in self._told])
+                raise
             following.requests = requests
             self._told |= {request: _Told(following, number) for number, request in enumerate(following.requests)}
 

@@ -161,6 +161,8 @@ class Engine:
         cache = PrefixCache.create(
             num_pages, page_size, rows, devices=parallel.context, invariant=invariant, windows=windows
         )
+        if tokenizer is not None:
+            checks.instance("tokenizer", tokenizer, Tokenizer)
         self.config, self.tokenizer = config, tokenizer
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         self._page_size = page_size

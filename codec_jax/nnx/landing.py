@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import jax
@@ -86,8 +86,10 @@ def take_tokens(step: Step, landed: Landed, scheduler: Scheduler) -> dict[Reques
                 for each in zip(*(x.tolist() for x in tops), strict=True)
             ]
         updates[request] = settle(request, accepted, reasons[running])
-    for request, update in updates.items():  # when all have theirs, for callbacks may abort others, or be interrupted
-        call_back(request, update)
+    # When all have theirs, for callbacks may abort others; and each is told, even if one before is interrupted.
+    with ExitStack() as told:
+        for request, update in reversed(updates.items()):
+            told.callback(call_back, request, update)
     return {running.request: len(drawn.get(running, ())) for running in going}
 
 

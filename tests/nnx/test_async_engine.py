@@ -3,10 +3,11 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from cases import LONG, PROMPTS, QUESTIONS, Dense, Setup
-from engines import assert_no_page_leaked, greedy, make_engine
+from engines import assert_alone, assert_no_page_leaked, greedy, make_engine
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,6 +115,52 @@ def test_what_is_followed_and_is_no_request_is_refused_and_nobody_else_suffers(e
             return [token async for _, update in other for token in update.tokens]
 
     assert asyncio.run(main()) == dense.greedy(PROMPTS[0], 20)
+
+
+def test_a_request_has_one_follower_and_a_follower_one_task(engine: Engine, dense: Dense) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            first = await serving.submit(PROMPTS[0], greedy(60))
+            [request] = first.requests
+            with pytest.raises(ValueError, match=r"^function: expected requests that nobody follows yet, got Request"):
+                await serving.follow(lambda _: [request])
+            twice: list[Request] = []
+
+            def submit(engine: Engine) -> list[Request]:
+                twice.extend([engine.submit(PROMPTS[1], greedy(50))] * 2)
+                return twice
+
+            with pytest.raises(ValueError, match=r"^function: expected requests that nobody follows yet"):
+                await serving.follow(submit)
+            waiting = asyncio.ensure_future(anext(first))
+            await asyncio.sleep(0)
+            if not waiting.done():
+                with pytest.raises(RuntimeError, match=r"^following: expected one task that takes updates"):
+                    await anext(first)
+            await waiting
+            async for _ in first:
+                pass
+            assert_alone(request, dense)
+            assert twice[0].finish_reason == "abort"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("beside", ["text", None])
+def test_what_was_submitted_beside_what_is_no_request_is_aborted(engine: Engine, beside: str | None) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            submitted: list[Request] = []
+
+            def submit(engine: Engine) -> Any:
+                submitted.append(engine.submit(PROMPTS[0], greedy(50)))
+                return submitted[0] if beside is None else [submitted[0], beside]
+
+            with pytest.raises(TypeError, match=r"^function: (each of )?what it returns: expected a"):
+                await serving.follow(submit)
+            assert submitted[0].finish_reason == "abort"
+
+    asyncio.run(main())
 
 
 def test_who_follows_one_that_a_callback_aborts_is_told(fresh: Engine) -> None:

@@ -1,6 +1,7 @@
 """Each request of an engine gets what it gets alone, whatever else happens; nothing leaks, and nothing compiles."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -410,6 +411,11 @@ def test_errors_of_one_request_leave_the_others_alone(engine: Engine, dense: Den
     assert [update.finish_reason for update in heard][-2:] == [None, "length"]
 
 
+def test_what_is_no_tokenizer_is_refused_at_once(setup: Setup) -> None:
+    with pytest.raises(TypeError, match=r"^tokenizer: expected a Tokenizer, got str"):
+        Engine(setup.dense.model, max_requests=2, num_pages=8, tokenizer="Qwen3-4B")  # type: ignore[arg-type]
+
+
 def test_requests_that_can_never_fit_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"prompt: expected at most max_context = 160 tokens together"):
         engine.submit(LONG[:150], greedy(11))
@@ -569,6 +575,26 @@ def test_an_interruption_costs_only_time(
         assert_alone(request, dense)
     assert engine._scheduler.cache.match(DOCUMENT).length == len(DOCUMENT)
     engine.unpin(pin)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_a_callback_that_is_interrupted_costs_no_other_its_news(nth: int, engine: Engine, dense: Dense) -> None:
+    heard: dict[Request, list[Update]] = {}
+    calls = itertools.count(1)
+
+    def listen(request: Request, update: Update) -> None:
+        heard.setdefault(request, []).append(update)
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+
+    requests = [engine.submit(prompt, greedy(4 + 3 * i), on_update=listen) for i, prompt in enumerate(PROMPTS[:3])]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    run(engine)
+    for request in requests:
+        assert_alone(request, dense)
+        assert [token for update in heard[request] for token in update.tokens] == request.tokens
+        assert [update.finish_reason for update in heard[request] if update.finish_reason] == ["length"]
 
 
 @pytest.mark.parametrize("name", ["update_weights", "warm_up"])
