@@ -55,6 +55,13 @@ def number(name: str, value: Any) -> float:
     raise ValueError(f"{name}: expected a finite number, got {value!r:.100}")
 
 
+def boolean(name: str, value: Any) -> bool:
+    """Return True or False, or raise ValueError."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: expected True or False, got {value!r:.100}")
+    return bool(value)
+
+
 def array(name: str, value: Any) -> Array:
     """Return what makes a JAX array as one, or raise ValueError."""
     try:

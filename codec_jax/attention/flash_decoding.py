@@ -128,11 +128,13 @@ def flash_attn_with_kvcache(
     (2, 1, 8, 64)
     """
     _refuse({"k": k, "v": v} | others)
-    q, k_cache, v_cache = (jnp.asarray(x) for x in (q, k_cache, v_cache))
+    q, k_cache, v_cache = (checks.array(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)))
+    for name, flag in (("causal", causal), ("return_softmax_lse", return_softmax_lse)):
+        checks.boolean(name, flag)
     _check_arrays(q, k_cache, v_cache)
     batch, tokens, num_q_heads, head_dim = q.shape
     causal, window = _window(window_size, attention_chunk, tokens, causal)
-    cap = checks.number("softcap", softcap or 0.0) or None
+    cap = checks.number("softcap", 0.0 if softcap is None else softcap) or None
     if sinks is not None:
         sinks = checks.array("sinks", sinks)
         checks.shape("sinks", sinks, nheads=num_q_heads)
@@ -235,8 +237,14 @@ def _window(
     window_size: Sequence[int] | None, attention_chunk: int | None, tokens: int, causal: bool
 ) -> tuple[bool, Window | None]:
     """Return whether query tokens are causal, and their window. Raises ValueError for bounds that are not supported."""
-    left, right = (-1, -1) if window_size is None else (checks.integer("window_size", x, -1) for x in window_size)
-    chunk = checks.integer("attention_chunk", attention_chunk or 0, 0)
+    try:
+        left, right = (-1, -1) if window_size is None else window_size
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size: expected two integers, tokens to the left and right, got {window_size!r:.100}"
+        ) from None
+    left, right = (checks.integer("window_size", x, -1) for x in (left, right))
+    chunk = 0 if attention_chunk is None else checks.integer("attention_chunk", attention_chunk, 0)
     if right > 0:
         raise ValueError(f"window_size: expected -1 or 0 on the right, got {right}; pass causal=True, or ({left}, 0)")
     if chunk and left >= 0:
@@ -291,10 +299,10 @@ def _lengths(
             f"cache_seqlens: expected an integer, or one for each of the {batch} rows of q, "
             f"got {given.dtype} of shape {given.shape}"
         )
-    lens = np.broadcast_to(given, batch).astype(np.int64)
+    lens = np.broadcast_to(given, batch)
     held = f"lengths in [0, {room}], which is what {table.shape[1]} blocks of {page_size} tokens hold"
     checks.each("cache_seqlens", lens, (lens >= 0) & (lens <= room), held)
-    return lens
+    return lens.astype(np.int64)
 
 
 def _check_arrays(q: Array, k_cache: Array, v_cache: Array) -> None:
@@ -316,10 +324,10 @@ def _check_arrays(q: Array, k_cache: Array, v_cache: Array) -> None:
 def _refuse(others: dict[str, Any]) -> None:
     """Raise ValueError for an argument that asks for what is not supported, TypeError for an unknown one."""
     for name, value in others.items():
+        if name not in _HINTS and name not in _REFUSED:
+            raise TypeError(f"flash_attn_with_kvcache() got an unexpected keyword argument {name!r}")
         if name in _HINTS or value is None:
             continue
-        if name not in _REFUSED:
-            raise TypeError(f"flash_attn_with_kvcache() got an unexpected keyword argument {name!r}")
         neutral = _NEUTRAL.get(name)
         if neutral is None or not (np.asarray(value) == np.asarray(neutral)).all():
             got = f"an array of shape {value.shape}" if getattr(value, "shape", ()) else repr(value)
@@ -333,4 +341,7 @@ def _on_host(name: str, value: HostOrDevice | Integers | int) -> np.ndarray:
             f"{name}: expected known integers, got a traced array; the plan is made on the host: call this outside "
             "of jax.jit, or make Forest.from_block_table and make_plan there for a step that calls forest_attention"
         )
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name}: expected rows of one length, got rows of several") from None

@@ -50,7 +50,7 @@ def best_of(
       params: how they are decoded; they draw from streams of their own.
       score: of a finished request, higher is better; the mean log-probability of its tokens by default.
 
-    Raises what `Engine.submit` raises.
+    Raises what `Engine.submit` raises, and ValueError for a score that is no number.
 
     >>> from codec_jax.nnx.engine import Engine
     >>> from codec_jax.nnx import best_of
@@ -62,7 +62,12 @@ def best_of(
     """
     checks.function("score", score)
     requests = engine.generate([prompt], params, samples=samples)
-    return sorted(requests, key=_mean_logprob if score is None else score, reverse=True)
+    scores = [_mean_logprob(request) if score is None else score(request) for request in requests]
+    for value in scores:
+        # Those of failed requests may be infinite.
+        if not isinstance(value, int | float | np.number) or np.isnan(value):
+            raise ValueError(f"score: expected a function that gives a number for each request, got {value!r:.100}")
+    return [requests[i] for i in sorted(range(len(requests)), key=scores.__getitem__, reverse=True)]
 
 
 def _mean_logprob(request: Request) -> float:

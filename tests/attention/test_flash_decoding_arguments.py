@@ -3,6 +3,7 @@
 from typing import Any
 
 import chex
+import jax
 import numpy as np
 import pytest
 from paged_rows import (
@@ -154,6 +155,40 @@ def test_more_rows_without_causal_than_a_tile_can_count_are_refused_by_what_the_
         flash_attn_with_kvcache(
             np.ones((2, 1024, 32, 8), np.float32), cache, cache, block_table=[[0, 1], [0, 2]], cache_seqlens=20
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window_size": 5}, r"^window_size: expected two integers, .*got 5"),
+        ({"window_size": (1, 2, 3)}, r"^window_size: expected two integers, .*got \(1, 2, 3\)"),
+        ({"softcap": np.ones(2)}, r"^softcap: expected a finite number, got array"),
+        ({"causal": np.ones(2, bool)}, r"^causal: expected True or False, got array"),
+        ({"causal": "yes"}, r"^causal: expected True or False, got 'yes'"),
+        ({"return_softmax_lse": "no"}, r"^return_softmax_lse: expected True or False, got 'no'"),
+        ({"block_table": [[0, 1, 2], [0]]}, r"^block_table: expected rows of one length"),
+        ({"q": None}, r"^q: expected an array, got NoneType"),
+        ({"cache_seqlens": np.full(ROWS, 2**63, np.uint64)}, r"^cache_seqlens: .*got .* = 9223372036854775808"),
+    ],
+)
+def test_values_of_other_kinds_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {**arrays()._asdict(), "block_table": table(2), "cache_seqlens": 50, **changes}
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(**arguments)
+
+
+@pytest.mark.parametrize("name", ["softcap", "causal"])
+def test_numbers_that_are_traced_are_refused_by_name(name: str) -> None:
+    def call(value: Any) -> Any:
+        return flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlens=50, **{name: value})
+
+    with pytest.raises(ValueError, match=rf"^{name}: expected "):
+        jax.jit(call)(1.0)
+
+
+def test_an_unknown_argument_is_refused_even_if_it_is_none() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cache_seqlen'"):
+        flash_attn_with_kvcache(*arrays(), block_table=table(2), cache_seqlen=None)  # type: ignore[call-overload]
 
 
 def test_an_argument_that_flash_attn_does_not_have_is_refused_as_python_does() -> None:

@@ -85,6 +85,11 @@ def test_from_block_table_names_the_bad_argument(table, lens, page_size, message
         Forest.from_block_table(np.asarray(table), np.asarray(lens), page_size)
 
 
+def test_rows_of_a_block_table_that_have_several_lengths_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"^block_table: expected rows of one length, got rows of several"):
+        Forest.from_block_table([[0, 1], [2]], np.asarray([20, 3]), 16)
+
+
 def test_a_cycle_in_a_built_tree_raises():
     with pytest.raises(ValueError, match="parent: expected a forest, got a cycle"):
         Forest.build(

@@ -218,6 +218,12 @@ def test_the_best_of_several_samples_comes_first(engine: Engine, dense: Dense) -
     assert sorted(sample.tokens for sample in samples) == sorted(sample.tokens for sample in by_tokens)
 
 
+@pytest.mark.parametrize("value", [None, "9", float("nan"), np.ones(2)])
+def test_a_score_that_is_no_number_is_refused_by_name(engine: Engine, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^score: expected a function that gives a number for each request, got "):
+        best_of(engine, PROMPTS[2], 2, greedy(2), score=lambda _: value)
+
+
 def test_logits_that_are_not_finite_end_a_search(setup: Setup) -> None:
     graph, weights = nnx.split(setup.dense.model)
     broken = jax.tree.map(lambda x: x, weights)
