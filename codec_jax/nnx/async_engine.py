@@ -209,7 +209,8 @@ class AsyncEngine(Generic[EngineT]):
             given = function(engine)
             requests = tuple(given) if isinstance(given, Iterable) else (given,)
             try:
-                checks.instance("function: what it returns", given, Iterable)
+                if not isinstance(given, Iterable):
+                    raise TypeError(f"function: expected one that returns a list of requests, got {given!r:.100}")
                 for number, request in enumerate(requests):
                     checks.instance("function: each of what it returns", request, Request)
                     if request in self._told or request in requests[:number]:
