@@ -70,6 +70,14 @@ def array(name: str, value: Any) -> Array:
         raise ValueError(f"{name}: expected an array, got {type(value).__name__}") from None
 
 
+def host_array(name: str, value: Any) -> np.ndarray:
+    """Return what makes a NumPy array as one, or raise ValueError for rows of several lengths."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name}: expected rows of one length, got rows of several") from None
+
+
 def shape(name: str, value: Any, **axes: int | None) -> dict[str, int]:
     """Return the sizes of an array's axes, or raise ValueError unless they are these, in order; None is any size."""
     got = tuple(value.shape)

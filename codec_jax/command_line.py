@@ -22,3 +22,8 @@ def number_parser(kind: type, expected: str, low: float, high: float) -> Callabl
 def gib_parser() -> Callable[[str], float]:
     """Return a parser of an amount of memory."""
     return number_parser(float, "a positive number of GiB", math.ulp(0.0), 2.0**33)
+
+
+def count_parser() -> Callable[[str], float]:
+    """Return a parser of how many there are to be."""
+    return number_parser(int, "a positive whole number", 1, math.inf)

@@ -48,7 +48,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from codec_jax import checks
-from codec_jax.command_line import gib_parser, number_parser
+from codec_jax.command_line import count_parser, gib_parser, number_parser
 from codec_jax.interrupts import interrupts
 from codec_jax.nnx import (
     PUBLISHED,
@@ -170,7 +170,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="codec-jax generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    count = number_parser(int, "a positive whole number", 1, math.inf)
+    count = count_parser()
     seed = number_parser(int, "a whole number from 0 to 2**32 - 1", 0, 2**32)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint")

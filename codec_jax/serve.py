@@ -20,7 +20,6 @@ import asyncio
 import errno
 import hmac
 import json
-import math
 import os
 import signal
 import socket
@@ -35,7 +34,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from codec_jax.command_line import gib_parser, number_parser
+from codec_jax.command_line import count_parser, gib_parser, number_parser
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import INVARIANT_HELP, Engine
@@ -143,7 +142,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     port = number_parser(int, "a port from 0 to 65535", 0, 65536)
-    count = number_parser(int, "a positive whole number", 1, math.inf)
+    count = count_parser()
     parser.add_argument("--port", type=port, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=f"that calls must bring (default: {KEY}'s)")
     parser.add_argument("--served-model-name", help="name in calls (default: that of the directory)")

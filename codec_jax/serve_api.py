@@ -185,6 +185,10 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def _prompts(given: Any, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of a text, several texts, a list of token ids, or several of these."""
     several = given if isinstance(given, list) and not _is_tokens(given) else [given]
@@ -205,8 +209,7 @@ def _chat(fields: dict[str, Any], served: Served) -> list[int]:
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         parts = message.get("content") if isinstance(message, dict) else None
         if isinstance(parts, list):
-            of_text = (isinstance(part, dict) and part.get("type") == "text" for part in parts)
-            if not all(of_text) or not all(isinstance(part.get("text"), str) for part in parts):
+            if not all(map(_is_text, parts)):
                 raise ValueError(f"messages[{i}]: expected parts of text only, got {repr(parts)[:100]}")
             message = {**message, "content": "".join(part["text"] for part in parts)}
         joined.append(message)

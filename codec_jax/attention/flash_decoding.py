@@ -341,7 +341,4 @@ def _on_host(name: str, value: HostOrDevice | Integers | int) -> np.ndarray:
             f"{name}: expected known integers, got a traced array; the plan is made on the host: call this outside "
             "of jax.jit, or make Forest.from_block_table and make_plan there for a step that calls forest_attention"
         )
-    try:
-        return np.asarray(value)
-    except ValueError:
-        raise ValueError(f"{name}: expected rows of one length, got rows of several") from None
+    return checks.host_array(name, value)

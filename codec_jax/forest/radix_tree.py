@@ -114,10 +114,7 @@ def shared_tokens(token_lists: Sequence[Integers], page_size: int, *, whole_page
 
 def shared_pages(table: Int[np.ndarray, "B max_pages"], lens: Int[np.ndarray, " B"], page_size: int) -> Tree:
     """Return the radix tree of the rows of a block table, of which row r has lens[r] tokens."""
-    try:
-        table = np.asarray(table)
-    except ValueError:
-        raise ValueError("block_table: expected rows of one length, got rows of several") from None
+    table = checks.host_array("block_table", table)
     _check_block_table(table, lens, page_size)
     used = np.flatnonzero(lens)
     counts = -(-lens[used] // page_size)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
@@ -208,18 +208,16 @@ class AsyncEngine(Generic[EngineT]):
         def submit(engine: EngineT) -> None:
             given = function(engine)
             requests = tuple(given) if isinstance(given, Iterable) else (given,)
-            try:
-                if not isinstance(given, Iterable):
-                    raise TypeError(f"function: expected one that returns a list of requests, got {given!r:.100}")
-                for number, request in enumerate(requests):
-                    checks.instance("function: each of what it returns", request, Request)
-                    if request in self._told or request in requests[:number]:
-                        raise ValueError(f"function: expected requests that nobody follows yet, got {request} again")
-            except (TypeError, ValueError):
-                _abort(engine, [each for each in requests if isinstance(each, Request) and each not in self._told])
-                raise
+            new = {
+                each: _Told(following, number)
+                for number, each in enumerate(requests)
+                if isinstance(each, Request) and each not in self._told
+            }
+            if not isinstance(given, Iterable) or len(new) < len(requests):
+                _abort(engine, new)
+                self._refuse(given, requests)
             following.requests = requests
-            self._told |= {request: _Told(following, number) for number, request in enumerate(following.requests)}
+            self._told |= new
 
         try:
             await self.call(submit)
@@ -253,6 +251,15 @@ class AsyncEngine(Generic[EngineT]):
                 yield update
 
     # ------------------------------------------------------------------ between both
+
+    def _refuse(self, given: object, requests: Sequence[Request]) -> NoReturn:
+        """Say what is wrong with what a function returned to be followed."""
+        if not isinstance(given, Iterable):
+            raise TypeError(f"function: expected one that returns a list of requests, got {given!r:.100}")
+        for request in requests:
+            checks.instance("function: each of what it returns", request, Request)
+        again = next(each for number, each in enumerate(requests) if each in self._told or each in requests[:number])
+        raise ValueError(f"function: expected requests that nobody follows yet, got {again} again")
 
     def _post(self, function: Callable[[EngineT], object]) -> None:
         with self._wake:

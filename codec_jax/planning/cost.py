@@ -331,16 +331,11 @@ def _found_alike(folder: str, device: str, layout: HeadLayout) -> CostModel | No
         return None
     found = [HeadLayout(*map(int, match.groups())) for file in files if (match := name.fullmatch(file))]
 
+    def sizes(of: HeadLayout) -> tuple[float, ...]:
+        return of.page_size, of.num_q_heads / of.num_kv_heads, of.num_kv_heads
+
     def unlike(other: HeadLayout) -> tuple[float, ...]:
-        pages, groups, heads = (
-            abs(math.log(one / another))
-            for one, another in (
-                (layout.page_size, other.page_size),
-                (layout.num_q_heads / layout.num_kv_heads, other.num_q_heads / other.num_kv_heads),
-                (layout.num_kv_heads, other.num_kv_heads),
-            )
-        )
-        return pages, groups, heads, *other
+        return *(abs(math.log(a / b)) for a, b in zip(sizes(layout), sizes(other), strict=True)), *other
 
     for other in sorted(found, key=unlike):
         try:
