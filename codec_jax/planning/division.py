@@ -22,24 +22,24 @@ from codec_jax.planning.even_runs import even_runs
 from codec_jax.planning.work import Schedule, Work
 
 Policy = str | int
-INVARIANT = "invariant"
+ALIGNED, INVARIANT = "aligned", "invariant"
 
 #: Slice costs that "paper" tries, from its lower bound to twice as much.
 _GRID = 16
 
 
-def divide(work: Work, estimate: Estimate, policy: Policy) -> Schedule:
+def divide(work: Work, num_ctas: int, estimate: Estimate, policy: Policy) -> Schedule:
     """Cut the streams into segments and assign them to thread blocks.
 
     Raises ValueError for a policy that is not "aligned", "paper", "invariant" or a positive number of slices.
     """
-    if policy == "aligned":
-        return even_runs(work, estimate)
+    if policy == ALIGNED:
+        return even_runs(work, num_ctas, estimate)
     if policy == "paper":
-        return _paper(work, estimate)
+        return _paper(work, num_ctas, estimate)
     slices = 1 if policy == INVARIANT else policy
     if checks.is_integer(slices) and slices > 0:
-        return _longest_first(_Slices.equal(work, estimate, np.full(len(work.wide), slices)))
+        return _longest_first(_Slices.equal(work, num_ctas, estimate, np.full(len(work.wide), slices)))
     raise ValueError(f"policy: expected 'aligned', 'paper', 'invariant' or a positive number of slices, got {policy!r}")
 
 
@@ -49,42 +49,43 @@ class _Slices:
     def __init__(
         self,
         work: Work,
+        num_ctas: int,
         estimate: Estimate,
         stream: Int[np.ndarray, " slices"],
         begin: Int[np.ndarray, " slices"],
         end: Int[np.ndarray, " slices"],
     ) -> None:
         middle = np.clip(work.first_masked[stream], begin, end)
-        self.work, self.stream, self.begin, self.end = work, stream, begin, end
+        self.work, self.num_ctas, self.stream, self.begin, self.end = work, num_ctas, stream, begin, end
         self.cost = estimate.segments(work.wide[stream], middle - begin, end - middle)
 
     @classmethod
-    def equal(cls, work: Work, estimate: Estimate, slices: Int[np.ndarray, " streams"]) -> _Slices:
+    def equal(cls, work: Work, num_ctas: int, estimate: Estimate, slices: Int[np.ndarray, " streams"]) -> _Slices:
         """Cut every stream into equal slices, but not into more than it has blocks."""
         slices = np.minimum(slices, work.blocks)
         stream, nth = expand(slices)
         first, blocks, count = work.block_ptr[stream], work.blocks[stream], slices[stream]
-        return cls(work, estimate, stream, first + nth * blocks // count, first + (nth + 1) * blocks // count)
+        return cls(work, num_ctas, estimate, stream, first + nth * blocks // count, first + (nth + 1) * blocks // count)
 
     @property
     def mean_load(self) -> float:
         """Cost that each thread block would have if it could be spread evenly."""
-        return float(self.cost.sum()) * self.work.num_kv_heads / self.work.num_ctas
+        return float(self.cost.sum()) * self.work.num_kv_heads / self.num_ctas
 
 
-def _paper(work: Work, estimate: Estimate) -> Schedule:
+def _paper(work: Work, num_ctas: int, estimate: Estimate) -> Schedule:
     """Search for the division as the paper does, with one number in the place of one for each node.
 
     Slices no longer than cost_l, the least mean load that slices of this length have themselves, bound how many are
     worth having. Among longer ones, those whose schedule has the least makespan win.
     """
-    whole = _Slices.equal(work, estimate, np.ones(len(work.wide), np.int64))
+    whole = _Slices.equal(work, num_ctas, estimate, np.ones(len(work.wide), np.int64))
     if not len(whole.stream):
         return _longest_first(whole)
     cost = np.bincount(whole.stream, whole.cost, len(work.wide))
 
     def slices_of(longest: float) -> _Slices:
-        return _Slices.equal(work, estimate, np.ceil(cost / longest).astype(np.int64))
+        return _Slices.equal(work, num_ctas, estimate, np.ceil(cost / longest).astype(np.int64))
 
     low, high = 0.0, float(max(cost.max(), whole.mean_load))
     while high - low > 1e-3 * high:
@@ -112,7 +113,7 @@ def _assigned(slices: _Slices) -> tuple[Int[np.ndarray, " slices*K"], float]:
     heads = slices.work.num_kv_heads
     cost = np.tile(slices.cost, heads)
     cta = np.zeros(len(cost), np.int64)
-    heap = [(0.0, c) for c in range(slices.work.num_ctas)]
+    heap = [(0.0, c) for c in range(slices.num_ctas)]
     for slice_, length in zip(np.argsort(-cost, kind="stable").tolist(), -np.sort(-cost), strict=True):
         load, cta[slice_] = heap[0]
         heapq.heapreplace(heap, (load + length, int(cta[slice_])))
@@ -123,5 +124,5 @@ def _schedule(slices: _Slices, cta: Int[np.ndarray, " slices*K"]) -> Schedule:
     """List the slices by thread block, each one's in the order of its streams."""
     order = np.argsort(cta, kind="stable")
     head, at = np.divmod(order, len(slices.stream)) if len(order) else (order, order)
-    cta_ptr = np.searchsorted(cta[order], np.arange(slices.work.num_ctas + 1))
+    cta_ptr = np.searchsorted(cta[order], np.arange(slices.num_ctas + 1))
     return Schedule(slices.stream[at], head, slices.begin[at], slices.end[at], cta_ptr)

@@ -34,6 +34,7 @@ class Estimate(NamedTuple):
     block_tokens: int
     stall: float = 1.0  # share of the wait for memory that shows: at 1 each thread block reads its own
     token_masked: float = 1.0  # share of the masked blocks that are masked by token; a mask by row costs nothing
+    arithmetic: float = 0.0  # time of the arithmetic of all blocks over that of reading them
 
     @classmethod
     def of(
@@ -49,7 +50,7 @@ class Estimate(NamedTuple):
         computing = float((blocks * fast).sum())
         longest = float((blocks * (slow - fast)).sum())
         stall = min(max((reading - computing) / longest, _MIN_STALL), 1.0) if longest > 0 else 1.0
-        return cls(model, block_tokens, stall, token_masked)
+        return cls(model, block_tokens, stall, token_masked, computing / reading if reading > 0 else 0.0)
 
     @property
     def mask_slowdown(self) -> float:

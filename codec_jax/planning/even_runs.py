@@ -19,6 +19,7 @@ Paper: doi 10.1145/3802028.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ from codec_jax.planning.work import Schedule, Work
 
 #: Share of the thread blocks that may be left out so that kv heads are cut alike.
 _MAX_LEFT_OUT = 0.1
+#: Arithmetic over reading from which on no thread block is left out: it is worth more then than reading in step.
+_MUCH_ARITHMETIC = 1.2
 #: What is left of a stream must fill more than this of a run for the stream to get one more run to itself, or never.
 _ROUNDED_UP = (0.75, 2.0)
 #: How close runs that several streams share come to the smallest load that they can have.
@@ -89,15 +92,26 @@ class Slices(NamedTuple):
         return Slices(*map(np.append, self, others))
 
 
-def even_runs(work: Work, estimate: Estimate) -> Schedule:
+def thread_blocks(most: int, num_kv_heads: int, estimates: Iterable[Estimate]) -> int:
+    """Choose how many of a device's thread blocks share the work, such that as few kv heads as may be are a group.
+
+    A few are left out for that, unless arithmetic decides on all devices that the estimates are of.
+    """
+    if all(estimate.arithmetic >= _MUCH_ARITHMETIC for estimate in estimates):
+        return most
+    groups = (num_kv_heads // n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
+    return next(most - most % n for n in groups if n == 1 or (n <= most and most % n <= _MAX_LEFT_OUT * most))
+
+
+def even_runs(work: Work, num_ctas: int, estimate: Estimate) -> Schedule:
     """Cut the streams for one group of kv heads, and all groups alike.
 
-    A group is one head, unless that leaves out too many thread blocks.
+    A group is one head, or as many as leave out no thread block.
     """
-    num_heads = next(n for n in range(1, work.num_kv_heads + 1) if _fits(work, n))
-    num_groups = work.num_kv_heads // num_heads
+    num_groups = math.gcd(work.num_kv_heads, num_ctas)
+    num_heads = work.num_kv_heads // num_groups
     costs = StreamCosts.of(work, estimate, num_heads)
-    num_runs = work.num_ctas // num_groups
+    num_runs = num_ctas // num_groups
     run, item, begin, end = cut_into_runs(costs, num_runs)
     first, last = costs.block_at(item, begin), costs.block_at(item, end)
     run, item, first, last = (x[last > first] for x in (run, item, first, last))
@@ -114,16 +128,6 @@ def even_runs(work: Work, estimate: Estimate) -> Schedule:
         begin=work.block_ptr[stream] + first[at],
         end=work.block_ptr[stream] + last[at],
         cta_ptr=np.searchsorted(cta[order], np.arange(num_groups * num_runs + 1)),
-    )
-
-
-def _fits(work: Work, num_heads: int) -> bool:
-    """Whether groups of this many kv heads leave few thread blocks without work; one group leaves none."""
-    num_groups, left = divmod(work.num_kv_heads, num_heads)
-    if left:
-        return False
-    return num_groups == 1 or work.num_ctas % num_groups <= min(
-        _MAX_LEFT_OUT * work.num_ctas, work.num_ctas - num_groups
     )
 
 

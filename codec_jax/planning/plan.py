@@ -39,7 +39,6 @@ class PlanHost:
     estimates: tuple[Estimate, ...]  # what blocks and segments were expected to cost, on each device
     policy: Policy  # how streams were divided
     min_wide_tokens: int | None  # that was asked for
-    num_ctas: int  # thread blocks that were asked for, of which a division may leave some out
 
     def __eq__(self, other: object) -> bool:
         """Take all for the same."""

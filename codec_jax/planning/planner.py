@@ -5,6 +5,7 @@ forest ─► tiles and blocks  how large they are, by the device and the amount
        ─► streams           which pages every tile, or pair of tiles, reads              streams.list_streams
                             or, each page in a place of its own, policy "invariant"      invariant
        ─► blocks            pages in groups, those without a mask first                  streams.lay_out_blocks
+       ─► thread blocks     a few may be left out, unless arithmetic decides             even_runs.thread_blocks
        ─► cuts              streams divided among thread blocks, by cost                 division.divide
        ─► segments, merges  the cuts as rows, and which partials POR merges              segments.list_segments
 
@@ -25,8 +26,9 @@ from codec_jax.forest import Forest
 from codec_jax.forest.homes import Homes
 from codec_jax.forest.page_subset import PageSubset
 from codec_jax.planning.cost import CostModel, HeadLayout
-from codec_jax.planning.division import INVARIANT, Policy, divide
+from codec_jax.planning.division import ALIGNED, INVARIANT, Policy, divide
 from codec_jax.planning.estimate import Estimate
+from codec_jax.planning.even_runs import thread_blocks
 from codec_jax.planning.invariant import list_invariant_streams
 from codec_jax.planning.plan import Plan, PlanHost, begin_of_ctas, max_lengths
 from codec_jax.planning.segments import list_segments, query_starts
@@ -84,7 +86,8 @@ def make_plan(
       steps: tokens that every leaf may grow by, as far as its pages have room, before a new plan is due.
       query_tokens: T, query tokens per request; they are the last T tokens of its context.
       window: how far back query tokens see: a `Window`, the tokens of one that slides, or None for the whole context.
-      num_ctas: thread blocks to spread the work over, at most; defaults to the device's multiprocessors.
+      num_ctas: thread blocks to spread the work over. Defaults to the device's multiprocessors, or a few less
+        where that is faster, by who reads what, so that a forest that changes much may get another number.
       tile_rows: query rows of a tile; defaults to what suits the device.
       block_tokens: KV tokens of a block: whole pages, or parts of pages that do not divide it. Defaults to what suits
         the device and the amount of work, so that a forest that grows much may get other blocks, once.
@@ -179,6 +182,9 @@ def make_plan(
         else:
             streams = list_streams(forest, longest, runs, grid, steps=steps)
         parts.append((runs, streams, _work(forest, streams, runs, grid)))
+    estimates = [work.estimate(model) for _, _, work in parts]
+    if num_ctas is None and policy == ALIGNED:
+        grid = grid._replace(num_ctas=thread_blocks(grid.num_ctas, grid.num_kv_heads, estimates))
     num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
         capacity = max(_block_capacity(forest, *part, grid, subsets[0]) for part in parts)
@@ -186,8 +192,8 @@ def make_plan(
         capacity = bucket(num_blocks, minimum=max(checks.integer("block_capacity", block_capacity, 0), 8))
     starts, capacities = query_starts(forest, grid), (capacity, segment_capacity)
     devices = [
-        _device(forest, streams, work, grid, model, policy, capacities, starts, pages)
-        for pages, (_, streams, work) in zip(subsets, parts, strict=True)
+        _device(forest, streams, work, grid, estimate, policy, capacities, starts, pages)
+        for pages, (_, streams, work), estimate in zip(subsets, parts, estimates, strict=True)
     ]
     used_rows = np.asarray([forest.active.sum() * grid.rows_per_request], np.int32)
     return Plan(
@@ -205,7 +211,7 @@ def make_plan(
         ),
         guard=PlanGuard(forest.length, longest, forest.structure_hash),
         page_size=forest.page_size,
-        host=PlanHost(tuple(device.estimate for device in devices), policy, min_wide_tokens, grid.num_ctas),
+        host=PlanHost(tuple(estimates), policy, min_wide_tokens),
         homes=homes,
         subset_pages=None if subset is None else subset.capacity,
     )
@@ -216,7 +222,6 @@ class _Device(NamedTuple):
 
     arrays: dict[str, np.ndarray]
     num_partials: int
-    estimate: Estimate
 
 
 def _device(
@@ -224,7 +229,7 @@ def _device(
     streams: Streams,
     work: Work,
     grid: Grid,
-    model: CostModel,
+    estimate: Estimate,
     policy: Policy,
     capacities: tuple[int, int],
     starts: Int[np.ndarray, " tiles"],
@@ -232,12 +237,11 @@ def _device(
 ) -> _Device:
     """Lay out the blocks of a device, divide them among its thread blocks, and list what they merge."""
     block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacities[0], subset)
-    estimate = work.estimate(model)
-    schedule = divide(work, estimate, policy)
+    schedule = divide(work, grid.num_ctas, estimate, policy)
     segments, merge_ptr, num_partials = list_segments(schedule, work, streams, grid, starts, capacities[1])
     cta_begin = begin_of_ctas(schedule.cta_ptr, segments, block_pages)
     arrays = {"block_pages": block_pages, "segments": segments, "cta_begin": cta_begin, "merge_ptr": merge_ptr}
-    return _Device(arrays, num_partials, estimate)
+    return _Device(arrays, num_partials)
 
 
 def _stacked(devices: list[dict[str, Any]], *, spread: bool) -> dict[str, Any]:
@@ -322,7 +326,6 @@ def _work(forest: Forest, streams: Streams, runs: Runs, grid: Grid) -> Work:
         unique=num_blocks - max(reread, 0) / grid.pages_per_block,
         block_tokens=grid.pages_per_block * grid.page_tokens,
         num_kv_heads=grid.num_kv_heads,
-        num_ctas=grid.num_ctas,
         token_masked=min((num_blocks - uniform) / masked, 1.0) if masked else 1.0,
     )
 

@@ -18,7 +18,6 @@ class Work(NamedTuple):
     unique: float  # blocks of all streams, what several streams read counted once
     block_tokens: int
     num_kv_heads: int
-    num_ctas: int  # at most
     token_masked: float = 1.0  # share of the masked blocks that are masked by token
 
     @property

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import HEADS, TILING, cases, used_segments
 
-from codec_jax import CostModel, Forest, PagePool, PlanError, make_plan
+from codec_jax import CostModel, Forest, PagePool, PlanError, make_plan, replan
 from codec_jax.planning.cost import HeadLayout
 from codec_jax.planning.streams import count_kv_tokens
 
@@ -89,6 +89,24 @@ def test_blocks_are_long_on_a_gpu_for_4096_tokens_a_thread_block_or_512_that_two
     costs = CostModel.roofline(HeadLayout(32, 8, 128, 16))
     plan = make_plan(forest, num_q_heads=32, num_kv_heads=8, head_dim=128, cost_model=costs)
     assert plan.arrays.block_tokens == {"short": 64, "long": 128}[length]
+
+
+def test_all_thread_blocks_work_where_arithmetic_decides_and_a_plan_made_again_has_as_many(monkeypatch):
+    device = SimpleNamespace(platform="gpu", core_count=132, compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    few, many = (
+        Forest.from_nodes([-1], [16_384], [0] * requests, page_size=16, request_capacity=256) for requests in (8, 256)
+    )
+    heads = {"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 128}
+    heads |= {"cost_model": CostModel.roofline(HeadLayout(64, 8, 128, 16)), "block_capacity": 8192}
+    plans = [make_plan(forest, **heads) for forest in (few, many)]
+    # Heads are cut alike by 16 thread blocks for each, or pairs of heads by 33.
+    assert [plan.num_ctas for plan in plans] == [128, 132]
+    assert [np.count_nonzero(np.diff(plan.arrays.cta_ptr)) for plan in plans] == [128, 132]
+    for plan, other in zip(plans, (many, few), strict=True):
+        again = replan(plan, other)
+        assert again.num_ctas == plan.num_ctas
+        assert [leaf.shape for leaf in jax.tree.leaves(again)] == [leaf.shape for leaf in jax.tree.leaves(plan)]
 
 
 def test_changing_trees_of_one_bucket_share_shapes_and_one_compilation():
