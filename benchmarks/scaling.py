@@ -289,7 +289,9 @@ def _exchange(exchange: Exchange, x: Array) -> tuple[Callable[[Array], Array], A
     of, like = Mailbox.for_arrays, x
     if exchange.kind == "merge_parts":
         of, like = Mailbox.for_merges, x.reshape(1, -1, _HEAD)
-    mailbox = of(jnp.ravel(x)[0].astype(jnp.int32), like, count)
+    if exchange.kind == "collect":
+        of = partial(Mailbox.for_columns, parts=x.shape)
+    mailbox = of(jnp.ravel(x)[0].astype(jnp.int32), like, devices=count)
     assert mailbox is not None  # the model says that it is for the kernel
 
     def merge(x: Array) -> Array:
@@ -297,7 +299,10 @@ def _exchange(exchange: Exchange, x: Array) -> tuple[Callable[[Array], Array], A
         out, _, _ = mailbox.merge(x.reshape(like.shape), ones, ones)
         return jnp.tile(out.reshape(-1), count)
 
-    kernels = {"add_up": mailbox.add_up, "collect": lambda x: mailbox.collect(x).max(axis=0), "merge_parts": merge}
+    def collect(x: Array) -> Array:
+        return mailbox.collect(x, x.shape).reshape(count, -1).max(axis=0)
+
+    kernels = {"add_up": mailbox.add_up, "collect": collect, "merge_parts": merge}
     return kernels[exchange.kind], x + lax.psum(mailbox.opened, "x").astype(x.dtype)
 
 

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from benchmarks.decode_step import STEPS, SharedDocument
 from codec_jax.nnx import PUBLISHED, DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
 from codec_jax.nnx.shards import check_sizes
-from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_merges
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges
 
 #: Published models of which what a device reads and multiplies is counted: those without windows and mixtures.
 PLAIN_MODELS = {
@@ -155,16 +156,17 @@ def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxe
     """
     num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     size, layers = jnp.dtype(config.dtype).itemsize, config.num_layers
+    parallel = _meeting(parallel, mailboxes)
     rows = math.ceil(requests / parallel.devices) * parallel.devices  # each device draws for as many
     columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
     gathers = 0 if repeated_bytes(config, parallel) else layers
-    meet = mailboxes and parallel.devices <= GPUS_OF_A_HOST
 
     def by(kernel: str, collective: str, sizes_of: Callable[..., Sizes | None], devices: int, *shape: int) -> str:
         like = jax.ShapeDtypeStruct((requests, 1, *shape), config.dtype)
-        return kernel if meet and sizes_of(like, devices) else collective
+        return kernel if parallel.stride and sizes_of(like, devices=devices) else collective
 
-    gathering = by("collect", "all_gather", of_arrays, parallel.context, columns // parallel.context)
+    own = [heads * config.head_dim // parallel.context for heads in (num_q_heads, num_kv_heads, num_kv_heads)]
+    gathering = by("collect", "all_gather", partial(of_columns, parts=own), parallel.context, sum(own))
     merging = by("merge_parts", "all_to_all", of_merges, parallel.context, num_q_heads, config.head_dim)
     adding = by("add_up", "psum", of_arrays, parallel.devices, config.hidden_size)
     hidden = requests * config.hidden_size * size
@@ -177,6 +179,11 @@ def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxe
         Exchange("psum", parallel.devices, 4 * rows * 3, 1),  # of each token drawn three numbers
     ]
     return [each for each in listed if each.devices > 1 and each.times]
+
+
+def _meeting(parallel: Parallel, mailboxes: bool) -> Parallel:
+    """Say that devices exchange by kernels, if there are mailboxes and all are of one host."""
+    return replace(parallel, stride=1 if mailboxes and parallel.devices <= GPUS_OF_A_HOST else None)
 
 
 def partial_bytes(config: DecoderConfig, requests: int, parallel: Parallel) -> int:
@@ -310,7 +317,7 @@ def step_us(
     mailboxes: bool = True,
 ) -> dict[str, float]:
     """Return the parts of a step, in microseconds; their sum is its time. Without mailboxes exchanges are XLA's."""
-    done, layers = work(config, case, parallel), config.num_layers
+    done, layers = work(config, case, _meeting(parallel, mailboxes)), config.num_layers
     attention, attending = attention_us(done, machine, costs)
     fixed = layers * (costs.attention_layer_us + costs.other_layer_us)
     listed = exchanges(config, case.requests, parallel, mailboxes)

@@ -10,8 +10,9 @@ What the kernels do not take, or what is too large to send to every device, is l
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size
-from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_merges
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
 from pallas_kernels.hopper.tiling import why_not_on
 
@@ -66,7 +67,7 @@ class Mailbox:
 
     @classmethod
     def for_arrays(cls, seed: Any, x: Any, devices: int, stride: int = 1) -> Mailbox | None:
-        """Make one for sums or gathers of arrays like x; None if they are not for the kernels.
+        """Make one for sums of arrays like x; None if they are not for the kernel.
 
         Args:
           seed: int32, a number that only this mailbox depends on, and that a loop computes in every turn.
@@ -75,6 +76,16 @@ class Mailbox:
           stride: from one of them to the next, in the order of all devices.
         """
         return cls._open(seed, x, of_arrays(x, devices, stride))
+
+    @classmethod
+    def for_columns(cls, seed: Any, x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> Mailbox | None:
+        """Make one for gathers of arrays like x, [..., columns]; None if they are not for the kernel.
+
+        Args:
+          seed, x, devices, stride: as in `for_arrays`.
+          parts: columns of each part, as many as x has.
+        """
+        return cls._open(seed, x, of_columns(x, parts, devices, stride))
 
     @classmethod
     def for_merges(cls, seed: Any, out: Any, devices: int, stride: int = 1) -> Mailbox | None:
@@ -110,11 +121,11 @@ class Mailbox:
 
         return self._run(add_up, x)
 
-    def collect(self, x: Float[Array, "*shape"]) -> Array:
-        """Return what all devices of a group have."""
+    def collect(self, x: Float[Array, "*rows columns"], parts: Sequence[int]) -> Float[Array, "*rows all"]:
+        """Return the columns of all devices of a group: of each part all of theirs, then of the next one."""
         from pallas_kernels.between_devices.collect import collect
 
-        return self._run(collect, x)
+        return self._run(partial(collect, parts=tuple(parts)), x)
 
     def merge(self, *partial: Float[Array, "*rows"]) -> tuple[Array, Array, Array]:
         """Merge output, maximum and sum of the devices of a group; each gets its heads."""

@@ -41,7 +41,7 @@ from codec_jax.attention.exchange import merge_heads
 from codec_jax.forest import Pages
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size, check_mesh
 from codec_jax.nnx.decoder_config import DecoderConfig
-from codec_jax.nnx.mailboxes import Mailbox
+from codec_jax.nnx.mailboxes import Mailbox, stride_of
 from pallas_kernels.varying import vary_like
 
 
@@ -61,7 +61,8 @@ class Parallel:
     def of(cls, mesh: Mesh | None) -> Parallel:
         """Return the sizes of a mesh. Raises ValueError for other axes, TypeError for what is no mesh."""
         check_mesh(mesh, CONTEXT, TENSOR)
-        return cls(axis_size(mesh, TENSOR), axis_size(mesh, CONTEXT))
+        stride = None if mesh is None else stride_of(mesh)
+        return cls(axis_size(mesh, TENSOR), axis_size(mesh, CONTEXT), stride)
 
     @property
     def devices(self) -> int:
@@ -84,13 +85,12 @@ class Parallel:
         """
         if columns.shape[2] == sum(sizes):
             return columns
+        own = [size // self.context for size in sizes]
         if self.gathers is not None and self.gathers.takes(columns):
-            blocks = jnp.moveaxis(self.gathers.collect(columns), 0, 2)
-            blocks = vary_like(blocks, lax.axis_index(TENSOR)) if self.tensor > 1 else blocks
-        else:
-            blocks = lax.all_gather(columns, CONTEXT, axis=2, to="invarying")
-        ends = np.cumsum(sizes)[:-1] // self.context
-        parts = jnp.split(blocks, ends.tolist(), axis=-1)
+            joined = self.gathers.collect(columns, own)
+            return vary_like(joined, lax.axis_index(TENSOR)) if self.tensor > 1 else joined
+        blocks = lax.all_gather(columns, CONTEXT, axis=2, to="invarying")
+        parts = jnp.split(blocks, np.cumsum(own)[:-1].tolist(), axis=-1)
         return jnp.concatenate([part.reshape(*columns.shape[:2], -1) for part in parts], axis=-1)
 
     def reduce(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -140,9 +140,9 @@ class Parallel:
             of_heads = jax.ShapeDtypeStruct((*x.shape[:2], num_q_heads, config.head_dim), x.dtype)
             merges = Mailbox.for_merges(token + 1, of_heads, *group)
             if not repeated_bytes(config, self):
-                columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim // self.context
-                of_columns = jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype)
-                gathers = Mailbox.for_arrays(token + 2, of_columns, *group)
+                own = [heads * config.head_dim // self.context for heads in (num_q_heads, num_kv_heads, num_kv_heads)]
+                of_columns = jax.ShapeDtypeStruct((*x.shape[:2], sum(own)), x.dtype)
+                gathers = Mailbox.for_columns(token + 2, of_columns, own, *group)
         return replace(self, sums=Mailbox.for_arrays(token, x, self.devices), gathers=gathers, merges=merges)
 
     def join(self, logits: Float[Array, "*part"], axis: int = -1) -> Float[Array, "*whole"]:
@@ -211,8 +211,8 @@ class Parallel:
 #: One device, which has everything.
 ALONE = Parallel()
 
-#: Reading so many bytes of weights takes less time than a small gather, and what waits for it.
-_BYTES_OF_A_GATHER = 64 << 20
+#: Reading so many bytes of weights takes less time than a small gather, and what waits for it: by XLA, and by a kernel.
+_BYTES_OF_A_GATHER, _BYTES_OF_A_KERNEL = 64 << 20, 32 << 20
 
 
 def repeated_bytes(config: DecoderConfig, parallel: Parallel) -> int:
@@ -224,4 +224,5 @@ def repeated_bytes(config: DecoderConfig, parallel: Parallel) -> int:
     columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
     size = config.hidden_size * columns * jnp.dtype(config.param_dtype).itemsize
     more = size - size // parallel.context
-    return more if config.latent is None and more <= _BYTES_OF_A_GATHER else 0
+    most = _BYTES_OF_A_GATHER if parallel.stride is None else _BYTES_OF_A_KERNEL
+    return more if config.latent is None and more <= most else 0

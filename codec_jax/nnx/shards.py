@@ -25,7 +25,6 @@ from codec_jax.forest import KVPages, LatentPages, LatentQuantisation, Pages, Qu
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.decoder_config import DecoderConfig
-from codec_jax.nnx.mailboxes import stride_of
 from codec_jax.nnx.parallel import ALONE, Parallel, repeated_bytes
 from codec_jax.nnx.weights import dotted, split
 from codec_jax.planning import Plan
@@ -226,8 +225,6 @@ def program(
     `function` gets the decoder, further arguments and `parallel`. It returns KV pages, and what is the same everywhere.
     """
     parallel = Parallel.of(mesh)
-    if mesh is not None:
-        parallel = replace(parallel, stride=stride_of(mesh))
 
     def run(weights: nnx.State, *arguments: Any) -> tuple:
         return function(nnx.merge(graph, weights), *arguments, parallel=parallel)

@@ -1,9 +1,11 @@
-"""A gather over the devices of a group in one kernel: each gets what all have.
+"""A gather over the devices of a group in one kernel: each gets the columns of all, part by part.
 
-own words ─► every device's mailbox        mailbox ─► device 0's, device 1's, ...
+own words ─► every device's mailbox        mailbox ─► rows of device 0's queries, device 1's queries, ...,
+                                                      device 0's keys, device 1's keys, ...
 """
 
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -16,21 +18,33 @@ from pallas_kernels.varying import NOWHERE
 
 
 # A step calls it in every layer: a jitted function is lowered once for all.
-@partial(jax.jit, static_argnames="sizes")
+@partial(jax.jit, static_argnames=("parts", "sizes"))
 @jax.enable_x64(False)  # the kernel counts in int32
-def collect(mailbox: Memory, x: jax.Array, sizes: Sizes) -> tuple[Memory, jax.Array]:
-    """Return the mailbox for the next call, and what the devices have, [devices, ...]; 0.0 for -0.0.
+def collect(mailbox: Memory, x: jax.Array, parts: tuple[int, ...], sizes: Sizes) -> tuple[Memory, jax.Array]:
+    """Return the mailbox for the next call, and the columns of all devices; 0.0 for -0.0.
 
     Args:
       mailbox: of `mailbox.empty`.
-      x: bfloat16, float16 or float32, `sizes.words` words.
-      sizes: of the mailbox.
+      x: [..., columns], bfloat16, float16 or float32.
+      parts: columns of each part; of a part come those of all devices, then the next part.
+      sizes: of `sizes.of_columns`, with these parts.
     """
+    words = [part * x.dtype.itemsize // 4 for part in parts]
+    begins, all_words = [0, *accumulate(words)], sum(words)
 
     def thread(context: Any, box: Box, x: Any, out: Any) -> None:
-        numbers, parts = box.everyone(context, x)
-        for device, part in enumerate(parts):
-            numbers.store(part, out, arith.addi(box.first, word(device * sizes.words)))
+        numbers, come = box.everyone(context, x)
+        row, column = arith.divui(box.first, word(all_words)), arith.remui(box.first, word(all_words))
+        begin, size = word(0), word(words[0])  # of the part that the words of this thread are in
+        for later, of_part in zip(begins[1:-1], words[1:], strict=True):
+            is_later = arith.cmpi(arith.CmpIPredicate.uge, column, word(later))
+            begin, size = (arith.select(is_later, word(n), old) for n, old in ((later, begin), (of_part, size)))
+        of_row = arith.addi(arith.muli(begin, word(sizes.devices - 1)), column)
+        place = arith.addi(arith.muli(row, word(sizes.devices * all_words)), of_row)
+        for part in come:
+            numbers.store(part, out, place)
+            place = arith.addi(place, size)
 
-    out_type = jax.ShapeDtypeStruct((sizes.devices, *x.shape), x.dtype, manual_axis_type=NOWHERE)
+    shape = *x.shape[:-1], sizes.devices * x.shape[-1]
+    out_type = jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=NOWHERE)
     return run("collect", thread, mailbox, [x], out_type, sizes)

@@ -1,6 +1,7 @@
 """What goes through a mailbox, and how it is divided among threads. Plain numbers, for planning and for kernels."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -47,13 +48,25 @@ class Sizes(NamedTuple):
 
 
 def of_arrays(x: Any, devices: int, stride: int = 1) -> Sizes | None:
-    """Return the sizes for sums or gathers of arrays like x; None if they are not for the kernels.
+    """Return the sizes for sums of arrays like x; None if they are not for the kernel.
 
     Args:
       x: anything with a shape and a dtype.
       devices, stride: as in `Sizes`.
     """
     return _checked(x, Sizes(devices, math.prod(x.shape) * x.dtype.itemsize // 4, stride=stride))
+
+
+def of_columns(x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> Sizes | None:
+    """Return the sizes for gathers of arrays like x, [..., columns]; None if they are not for the kernel.
+
+    Args:
+      x: anything with a shape and a dtype.
+      parts: columns of each part, as many as x has; a thread has words of one part only.
+      devices, stride: as in `Sizes`.
+    """
+    sizes = of_arrays(x, devices, stride)
+    return None if sizes is None or any(part * x.dtype.itemsize % (4 * sizes.width) for part in parts) else sizes
 
 
 def of_merges(out: Any, devices: int, stride: int = 1) -> Sizes | None:

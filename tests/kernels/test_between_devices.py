@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,13 @@ def members(mesh: Mesh) -> np.ndarray:
     return numbers.T if mesh.axis_names == AXES else numbers
 
 
-def gathers_on(mesh: Mesh) -> Any:
-    return each(mesh, lambda x: Mailbox.for_arrays(FIRST, x, *group_of(mesh)), lambda mailbox, x: mailbox.collect(x))
+def gathers_on(mesh: Mesh, parts: tuple[int, ...]) -> Any:
+    of = partial(Mailbox.for_columns, FIRST, parts=parts)
+    return each(mesh, lambda x: of(x, devices=group_of(mesh)[0], stride=group_of(mesh)[1]), partial(collect, parts))
+
+
+def collect(parts: tuple[int, ...], mailbox: Mailbox, x: Any) -> Any:
+    return mailbox.collect(x, parts)
 
 
 def merges_on(mesh: Mesh) -> Any:
@@ -113,7 +119,7 @@ def merges_on(mesh: Mesh) -> Any:
 def test_an_exchange_is_one_kernel_that_keeps_its_memory_where_it_is(dtype: Any) -> None:
     mesh = mesh_of(2, 4, devices=jax.devices("cpu"))
     out, rows = jax.ShapeDtypeStruct((8, 3, 5, 1, 8, 64), dtype), jax.ShapeDtypeStruct((8, 3, 5, 1, 8), jnp.float32)
-    traced = sums_on(mesh).trace(out), gathers_on(mesh).trace(out), merges_on(mesh).trace((out, rows, rows))
+    traced = sums_on(mesh).trace(out), gathers_on(mesh, (48, 16)).trace(out), merges_on(mesh).trace((out, rows, rows))
     for exchange in traced:
         text = exchange.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # one makes the mailbox
@@ -191,15 +197,21 @@ class TestOnSeveralGPUs:
         assert ((totals == devices).sum(axis=(1, 2, 3, 4)) == parts[0].size - 4).all()
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", [(16, 1, 2560), (3, 1, 256)], ids=str)
-    def test_gathers_bring_what_the_group_has(self, shape: tuple[int, ...], dtype: Any) -> None:
+    @pytest.mark.parametrize(
+        ("shape", "parts"),
+        [((16, 1, 2560), (2048, 256, 256)), ((3, 1, 256), (256,)), ((2, 3, 384), (64, 320))],
+        ids=str,
+    )
+    def test_gathers_bring_what_the_group_has(self, shape: tuple[int, ...], parts: tuple[int, ...], dtype: Any) -> None:
         for mesh in every_mesh_here():
-            parts = np.array(jnp.asarray(np.random.default_rng(0).normal(size=(mesh.size, CALLS, *shape)), dtype))
-            parts[:, 2] = -0.0
-            gathered = np.asarray(gathers_on(mesh)(parts))
+            columns = np.array(jnp.asarray(np.random.default_rng(0).normal(size=(mesh.size, CALLS, *shape)), dtype))
+            columns[:, 2] = -0.0
+            gathered = np.asarray(gathers_on(mesh, parts)(columns))
             for group in members(mesh):
+                of_parts = np.split(columns[group], np.cumsum(parts)[:-1], axis=-1)
+                expected = np.concatenate([each for part in of_parts for each in part], axis=-1)
                 for device in group:
-                    np.testing.assert_array_equal(gathered[device], parts[group].swapaxes(0, 1))
+                    np.testing.assert_array_equal(gathered[device], expected)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ out = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
 
 def turn(i, x, weights):
     token = x[0, 0].astype(jnp.int32)
-    sums, gathers = Mailbox.for_arrays(token, x, 2), Mailbox.for_arrays(token + 1, x, 2)
+    sums, gathers = Mailbox.for_arrays(token, x, 2), Mailbox.for_columns(token + 1, x, [2304, 256], 2)
     merges = Mailbox.for_merges(token + 2, out, 2)
     for mailbox in (sums, gathers, merges):
         x += mailbox.opened.astype(x.dtype)
     x = lax.psum(x, "context")
     for _ in range(3):
-        x = sums.add_up(jnp.tanh(x @ weights[0])) + gathers.collect(jnp.tanh(x @ weights[0])).sum(0)
+        x = sums.add_up(jnp.tanh(x @ weights[0])) + gathers.collect(jnp.tanh(x @ weights[0]), [2304, 256])[:, :2560]
         rows = jnp.ones(out.shape[:3], jnp.float32)
         merged, _, _ = merges.merge(jnp.tile(x, 2)[:, : 32 * 128].reshape(out.shape), rows, rows)
         x += jnp.pad(merged.reshape(16, -1), ((0, 0), (0, x.shape[1] - 16 * 128)))

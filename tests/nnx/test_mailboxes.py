@@ -5,7 +5,7 @@ Where there are no GPUs collectives take the place of the kernels, which have te
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh
 from codec_jax.attention.exchange import merge_heads
 from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, mailboxes, parallel
 from codec_jax.nnx.mailboxes import Mailbox
-from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_merges
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges
 
 CONFIG = DecoderConfig(
     VOCAB, 32, 48, num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=32, dtype=jnp.float32, param_dtype=jnp.float32,
@@ -48,8 +48,12 @@ class Collectives(Mailbox):
         axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
         return self.count("sums", lambda x: lax.psum(x, axes), x)
 
-    def collect(self, x: Any) -> Any:
-        return self.count("gathers", lambda x: lax.all_gather(x, "context", to="invarying"), x)
+    def collect(self, x: Any, parts: Sequence[int]) -> Any:
+        def joined(x: Any) -> Any:
+            own = jnp.split(x, np.cumsum(parts)[:-1].tolist(), axis=2)
+            return jnp.concatenate([lax.all_gather(y, "context", axis=2, tiled=True, to="invarying") for y in own], 2)
+
+        return self.count("gathers", joined, x)
 
     def merge(self, *partial: Any) -> Any:
         return self.count("merges", lambda *partial: merge_heads(*partial, "context"), *partial)
@@ -76,7 +80,7 @@ def test_layers_exchange_through_mailboxes(
     context: int, tensor: int, gathers: bool, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if gathers:
-        monkeypatch.setattr(parallel, "_BYTES_OF_A_GATHER", 0)
+        monkeypatch.setattr(parallel, "_BYTES_OF_A_KERNEL", 0)
     placed = PlacedDecoder.of(WHOLE.model, mesh_of(context, tensor))
     sampler = Sampler(placed, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=2)
     state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
@@ -115,6 +119,9 @@ def test_sizes_by_hand() -> None:
     hidden = jax.ShapeDtypeStruct((16, 1, 2560), jnp.bfloat16)
     assert of_arrays(hidden, 2) == Sizes(2, 20480)
     assert (of_arrays(hidden, 2).width, of_arrays(hidden, 2).blocks) == (4, 40)
+    # A thread has 4 words, which are 8 numbers.
+    assert of_columns(hidden, [2048, 504, 8], 2) == Sizes(2, 20480)
+    assert of_columns(hidden, [2048, 508, 4], 2) is None
     out = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
     # 16 rows of 8 heads for each of 4 devices, of 64 words each, which 16 threads have; two words beside for each.
     sizes = of_merges(out, 4, 2)
