@@ -91,10 +91,12 @@ def merge_rows(
         merged *= refs.value_scale[head]
     merged = jnp.where(row + begin < used_here, merged, 0.0)
     merged = (merged + nan_or_zero).astype(merge.dtype)  # [rows, H]
-    store(refs.max.at[group, rows], row_max * _LN2 + nan_or_zero)
-    # PAC leaves anything in rows that no request has; a sum of 0 says that they saw no token.
+    # PAC leaves anything in rows that no request has.
     row_of_part = plgpu.broadcasted_iota(jnp.int32, row_sum.shape, 0, layout=merge.of_rows)
-    store(refs.sum.at[group, rows], jnp.where(row_of_part + begin < used_here, row_sum, 0.0) + nan_or_zero)
+    row_sum = jnp.where(row_of_part + begin < used_here, row_sum, 0.0)
+    row_max = jnp.where(row_sum == 0, -jnp.inf, row_max * _LN2)
+    store(refs.max.at[group, rows], row_max + nan_or_zero)
+    store(refs.sum.at[group, rows], row_sum + nan_or_zero)
     return merged
 
 

@@ -64,7 +64,8 @@ def por(
       call: what they are partials of.
 
     Returns out [B, T, N, V] in the query's dtype, 0 for free request slots, and the rows' max (natural log) and sum,
-    float32 [tiles * K, 64]. Rows that saw no token have out 0 and sum 0. Everything is NaN if the plan does not hold.
+    float32 [tiles * K, 64]. Rows that saw no token have out 0, max -inf and sum 0. Everything is NaN if the plan does
+    not hold.
     """
     plan, (batch, tokens, num_q_heads, _), dtype = call.plan, call.query.shape, call.query.dtype
     value_head_dim, columns = plan.heads.value_head_dim, out.shape[2]
