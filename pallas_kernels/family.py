@@ -19,8 +19,9 @@ class Tiling(NamedTuple):
     block_tokens: tuple[int, int]  # KV tokens of a block, where thread blocks have little to do and where much
     # KV tokens of a kv head, for each thread block, from which on it is much: read once, or read again by other tiles.
     much: tuple[int, int] = (0, 0)
-    # Likewise of all that tiles read, each time counted: from so many on two tiles share segments.
+    # Likewise of all that tiles read: from so many on two tiles share segments. What is read again may count less.
     wide: int = 0
+    again: float = 1.0
     # Sums that a row has in a narrow segment, whose blocks go to them in turn, and lanes that a plan has at least.
     sums: int = 1
 
@@ -41,6 +42,22 @@ class Tiling(NamedTuple):
         """
         counted = zip((tokens, reread), self.much, strict=True)
         return self.block_tokens[any(n * num_kv_heads >= much * self.num_ctas for n, much in counted)]
+
+    def pairs_pay(self, num_kv_heads: int, tokens: int, reread: int, num_ctas: int) -> bool:
+        """Whether tiles read enough for two of them to share segments.
+
+        Args:
+          num_kv_heads, tokens, reread: as in `block_for`.
+          num_ctas: thread blocks of the plan.
+
+        >>> from pallas_kernels import Tiling
+        >>> tiling = Tiling(num_ctas=132, tile_rows=64, lanes=2, block_tokens=(64, 128), wide=500, again=0.5)
+        >>> tiling.pairs_pay(num_kv_heads=8, tokens=4096, reread=8192, num_ctas=132)
+        False
+        >>> tiling.pairs_pay(num_kv_heads=8, tokens=4096, reread=8320, num_ctas=132)
+        True
+        """
+        return (tokens + self.again * reread) * num_kv_heads >= self.wide * num_ctas
 
 
 class Call(NamedTuple):

@@ -292,7 +292,7 @@ def _grid(
     block_tokens = given.get("block_tokens", blocks)
     page_tokens, pages_per_block = pages_of_block(forest.page_size, block_tokens)
     num_ctas = given.get("num_ctas", tiling.num_ctas)
-    pairs_pay = (tokens + reread) // devices * heads.num_kv_heads >= tiling.wide * num_ctas
+    pairs_pay = tiling.pairs_pay(heads.num_kv_heads, tokens // devices, reread // devices, num_ctas)
     return Grid(
         rows_per_request=rows_per_request,
         query_tokens=query_tokens,

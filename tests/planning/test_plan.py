@@ -161,11 +161,12 @@ def test_a_pair_of_tiles_has_a_wide_stream_if_what_both_read_has_enough_pages(la
 @pytest.mark.parametrize("missing", [0, 1])
 def test_no_tiles_share_segments_where_all_of_them_have_little_to_read(missing, monkeypatch):
     """Two tiles read 3200 tokens each, 8 requests 10 of their own, 2 kv heads all of it: 3240 for each thread block."""
-    tiling = Tiling(num_ctas=4, tile_rows=8, lanes=2, block_tokens=(32, 32), wide=3240 + missing)
-    monkeypatch.setattr(planner, "default_tiling", lambda heads: tiling)
     forest = Forest.from_nodes([-1] + [0] * 8, [3200] + [10] * 8, range(1, 9))
     heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    assert (num_wide(make_plan(forest, **heads)) > 0) == (not missing)
+    for counted in ({"wide": 2440 + missing, "again": 0.5}, {"wide": 3240 + missing}):
+        tiling = Tiling(num_ctas=4, tile_rows=8, lanes=2, block_tokens=(32, 32), **counted)
+        monkeypatch.setattr(planner, "default_tiling", lambda heads, tiling=tiling: tiling)
+        assert (num_wide(make_plan(forest, **heads)) > 0) == (not missing)
     assert num_wide(make_plan(forest, **heads, min_wide_tokens=3200)) > 0
     assert num_wide(make_plan(forest, **heads, min_wide_tokens=3216)) == 0
 
