@@ -48,7 +48,6 @@ FITTED_TOGETHER = (
     "scaling_32b_64_h200",
     "scaling_32b_256_h200",
     "scaling_32b_1m_2_h200",
-    "scaling_32b_1m_2_two_h200",
     "scaling_32b_1m_16_h200",
     "scaling_32b_1m_64_h200",
     "scaling_32b_1m_256_h200",
@@ -64,6 +63,7 @@ FITTED_TOGETHER = (
     "scaling_32b_16_two_h200",
     "scaling_70b_32k_16_h200",
     "scaling_70b_32k_16_two_h200",
+    "scaling_32b_1m_2_two_h200",
     "scaling_70b_16_two_h200",
     "scaling_70b_64_h200",
 )
@@ -73,8 +73,11 @@ MEASURED_AFTERWARDS = (
     "scaling_4b_120k_h200",
     "scaling_32b_32k_64_two_h200",
     "scaling_32b_64_two_h200",
+    "scaling_32b_64_deep_two_h200",
+    "scaling_32b_256_two_h200",
     "scaling_70b_32k_64_two_h200",
     "scaling_70b_64_two_h200",
+    "scaling_70b_64_deep_two_h200",
 )
 
 
