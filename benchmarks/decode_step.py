@@ -37,6 +37,9 @@ from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.sampling import RowOptions
 from codec_jax.nnx.shards import PlacedDecoder, everywhere, program
 from codec_jax.nnx.steps import decode_loop
+from codec_jax.planning import default_tiling
+from codec_jax.planning.even_runs import lasting_thread_blocks
+from pallas_kernels import Heads
 
 #: Tokens of a call: what `Sampler` generates by default between two plans.
 STEPS = 16
@@ -169,9 +172,15 @@ def paged(model: Decoder, case: SharedDocument, share: bool, mesh: Mesh | None =
 
 def plans_of(config: DecoderConfig, forest: Forest, num_pages: int, parallel: Parallel = ALONE) -> Plans:
     """Plan a call for the heads and the pages of each device, as the sampler: one for each of the model's windows."""
-    homes = Homes(parallel.context, num_pages // parallel.context)
-    heads = layout_of(config, parallel).heads
-    plans = tuple(make_plan(forest, **heads, steps=STEPS, window=window, homes=homes) for window in config.windows_used)
+    shape = layout_of(config, parallel).heads
+    heads = Heads(**shape, value_head_dim=shape["head_dim"])
+    most, requests = default_tiling(heads).num_ctas, forest.request_capacity
+    options = shape | {
+        "steps": STEPS,
+        "homes": Homes(parallel.context, num_pages // parallel.context),
+        "num_ctas": lasting_thread_blocks(most, heads.num_kv_heads, heads.group, requests),
+    }
+    plans = tuple(make_plan(forest, **options, window=window) for window in config.windows_used)
     return plans if len(plans) > 1 else plans[0]
 
 

@@ -17,6 +17,7 @@ from codec_jax.nnx.kept import forms_of
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
 from codec_jax.planning.division import INVARIANT, Policy
+from codec_jax.planning.even_runs import lasting_thread_blocks
 from codec_jax.planning.invariant import parts_of, room_for_more
 from codec_jax.planning.latent_forms import pay_together
 from codec_jax.planning.plan import growing_pages
@@ -182,6 +183,7 @@ class Intervals:
         subset: PageSubset | None,
         kept: PageSubset | None,
     ) -> tuple[Plan, ...]:
+        num_ctas = None if self._policy == INVARIANT else cut.num_ctas(forest.request_capacity, query_tokens)
         return tuple(
             make_plan(
                 forest,
@@ -192,6 +194,7 @@ class Intervals:
                 steps=self._steps,
                 query_tokens=query_tokens,
                 window=window,
+                num_ctas=num_ctas,
                 block_tokens=cut.block_tokens,
                 block_capacity=block_capacity,
                 segment_capacity=self._segment_capacity(forest.request_capacity, query_tokens),
@@ -239,6 +242,11 @@ class _Cut(NamedTuple):
         """Choose what suits a pool of so many pages."""
         tiling = default_tiling(heads)
         return cls(heads, tiling.tile_rows, tiling.block_for(heads.num_kv_heads, pages * page_size, 0))
+
+    def num_ctas(self, requests: int, query_tokens: int) -> int:
+        """Choose the thread blocks of plans for so many requests, with so many query tokens each."""
+        most, rows = default_tiling(self.heads).num_ctas, query_tokens * self.heads.group
+        return lasting_thread_blocks(most, self.heads.num_kv_heads, rows, requests)
 
     def blocks(self, requests: int, pages: int, page_size: int, most: float = math.inf) -> int:
         """Bound the blocks of one-token steps: every tile reads every page, or so many pages at most are read."""

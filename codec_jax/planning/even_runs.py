@@ -33,6 +33,9 @@ from codec_jax.planning.work import Schedule, Work
 _MAX_LEFT_OUT = 0.1
 #: Arithmetic over reading from which on no thread block is left out: it is worth more then than reading in step.
 _MUCH_ARITHMETIC = 1.2
+#: Where plans must not change: query rows of a request and of all, in a kv head, from which on arithmetic decides if
+#: requests share much. If they do not, all thread blocks take 1% longer at most than some in step.
+_MANY_ROWS = (8, 512)
 #: What is left of a stream must fill more than this of a run for the stream to get one more run to itself, or never.
 _ROUNDED_UP = (0.75, 2.0)
 #: How close runs that several streams share come to the smallest load that they can have.
@@ -97,8 +100,26 @@ def thread_blocks(most: int, num_kv_heads: int, estimates: Iterable[Estimate]) -
 
     A few are left out for that, unless arithmetic decides on all devices that the estimates are of.
     """
-    if all(estimate.arithmetic >= _MUCH_ARITHMETIC for estimate in estimates):
-        return most
+    decides = all(estimate.arithmetic >= _MUCH_ARITHMETIC for estimate in estimates)
+    return most if decides else _in_step(most, num_kv_heads)
+
+
+def lasting_thread_blocks(most: int, num_kv_heads: int, rows_of_request: int, requests: int) -> int:
+    """Choose the same for plans of one step, whose number of thread blocks stays whatever the forest comes to be.
+
+    Args:
+      most: thread blocks of the device.
+      num_kv_heads: K, kv heads.
+      rows_of_request: query rows of a request in a kv head.
+      requests: as many as there is room for.
+    """
+    each, together = _MANY_ROWS
+    has_many = rows_of_request >= each and rows_of_request * requests >= together
+    return most if has_many else _in_step(most, num_kv_heads)
+
+
+def _in_step(most: int, num_kv_heads: int) -> int:
+    """Leave out as few thread blocks as let the smallest groups of kv heads be cut alike."""
     groups = (num_kv_heads // n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
     return next(most - most % n for n in groups if n == 1 or (n <= most and most % n <= _MAX_LEFT_OUT * most))
 

@@ -326,6 +326,11 @@ def test_few_thread_blocks_are_left_out_where_reading_decides(num_kv_heads, in_s
         assert even_runs.thread_blocks(132, num_kv_heads, estimates) == expected
 
 
+def test_plans_that_must_not_change_have_all_thread_blocks_where_requests_have_many_rows():
+    for rows, requests, expected in ((8, 64, 132), (8, 63, 128), (7, 1000, 128), (512, 1, 132)):
+        assert even_runs.lasting_thread_blocks(132, 8, rows, requests) == expected
+
+
 @given(st.integers(1, 300), st.integers(1, 200))
 def test_a_tenth_of_the_thread_blocks_is_left_out_at_most_and_heads_are_cut_alike(most, num_kv_heads):
     count = even_runs.thread_blocks(most, num_kv_heads, [Estimate(MODEL, 128)])
