@@ -32,8 +32,8 @@ from codec_jax.planning.cost import HeadLayout
 from codec_jax.planning.division import Policy
 from codec_jax.planning.predict import loads
 
-#: make_plan takes this from the device where it is a GPU.
-TILING = {"num_ctas": 132, "tile_rows": 64, "block_tokens": 128, "lanes": 2}
+#: What make_plan takes from an H200, whose last 4 multiprocessors it leaves out where reading decides.
+TILING = {"num_ctas": 128, "tile_rows": 64, "block_tokens": 128, "lanes": 2}
 
 BATCHES = [shared_root(120_000, 2**i, 2048) for i in range(11)]
 FORESTS = list({each.name: each for each in [*BATCHES, *PAPER, k_ary(4, 6, 256)]}.values())
