@@ -166,6 +166,8 @@ class EngineRollout(BaseRollout):
         if BaseRollout is object:
             raise ImportError("EngineRollout needs Tunix: pip install codec-jax[rollout]")
         checks.instance("rollout_actor", rollout_actor, Decoder)
+        if mesh is not None:
+            checks.instance("mesh", mesh, Mesh)
 
         def copied(x: Array) -> Array:
             place = x.sharding if mesh is None or mesh.empty else NamedSharding(mesh, PartitionSpec())
@@ -177,8 +179,10 @@ class EngineRollout(BaseRollout):
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
         context = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         sizes = {"max_requests": 64, "page_size": 16, "max_context": context, **engine}
-        if "num_pages" not in sizes:
-            sizes["num_pages"] = sizes["max_requests"] * -(-sizes["max_context"] // sizes["page_size"])
+        sizes["max_context"] = context if sizes["max_context"] is None else sizes["max_context"]
+        requests = checks.integer("max_requests", sizes["max_requests"])
+        longest, page_size = checks.integer("max_context", sizes["max_context"]), checks.page_size(sizes["page_size"])
+        sizes.setdefault("num_pages", requests * -(-longest // page_size))
         places: list[Mesh | None] = [None]
         if mesh is not None and mesh.size > 1:
             places = [Mesh([[device]], (CONTEXT, TENSOR)) for device in mesh.devices.flat]
@@ -209,13 +213,14 @@ class EngineRollout(BaseRollout):
         begin = [tokenizer.bos_id()] if tokenizer.bos_id() else []
         tokens = [tokenizer.dedup_bos_ids(begin + list(tokenizer.encode(prompt))) for prompt in prompts]
         padded = left_padded(tokens, config.max_prompt_length, self.pad_id())
+        stops = () if config.eos_tokens is None else config.eos_tokens
         params = SamplingParams(
             max_tokens=config.max_tokens_to_generate,
             temperature=config.temperature,
             top_k=config.top_k if config.top_k and config.top_k > 0 else None,
             top_p=1.0 if config.top_p is None else config.top_p,
             seed=seed_number(config.seed),
-            stop_tokens=tuple([] if config.eos_tokens is None else config.eos_tokens) or (self.eos_id(),),
+            stop_tokens=stops if np.size(stops) else (self.eos_id(),),
         )
         requests, weights = self._finished(tokens, params)
         logprobs = None
@@ -240,8 +245,9 @@ class EngineRollout(BaseRollout):
           prompt_tokens: [B, P], padded with `pad_id`.
           completion_tokens: [B, T], padded with `pad_id`.
 
-        Returns [B, T], 0 at padding. Raises ValueError for arrays of other shapes, and for a completion without a
-        prompt, and what `Engine.score` raises.
+        Returns [B, T], 0 at padding; but where the tokenizer pads with its stop token, the first one after each text is
+        scored, which ended it if the text did not end by its length. Raises ValueError for arrays of other shapes, and
+        for a completion without a prompt, and what `Engine.score` raises.
         """
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
         if not prompts.ndim == completions.ndim == 2 or len(prompts) != len(completions):
@@ -250,6 +256,11 @@ class EngineRollout(BaseRollout):
                 f"{prompts.shape} and {completions.shape}"
             )
         there = completions != self.pad_id()
+        if self.pad_id() == self.eos_id():
+            lasts = completions.shape[1] - np.argmax(there[:, ::-1], axis=1)
+            ends = np.where(there.any(axis=1), lasts, 0)
+            begun = (ends < completions.shape[1]) & (prompts != self.pad_id()).any(axis=1)
+            there[np.flatnonzero(begun), ends[begun]] = True
         rows = np.flatnonzero(there.any(axis=1))
         if missing := [int(row) for row in rows if (prompts[row] == self.pad_id()).all()]:
             raise ValueError(f"prompt_tokens: expected a token before each completion, got padding in rows {missing}")

@@ -84,10 +84,13 @@ class Window:
     chunked: bool = False
 
     def __post_init__(self) -> None:
-        """Check the number of tokens."""
+        """Check both."""
         whole = isinstance(self.tokens, int | np.integer) and not isinstance(self.tokens, bool)
         if not whole or not 0 < self.tokens < 2**30:
             raise ValueError(f"window: expected a positive number of tokens, below 2**30, got {self.tokens!r}")
+        if not isinstance(self.chunked, bool | np.bool_):
+            raise ValueError(f"chunked: expected True or False, got {self.chunked!r}")
+        object.__setattr__(self, "chunked", bool(self.chunked))
         object.__setattr__(self, "tokens", int(self.tokens))  # those of NumPy take others' arithmetic to floats
 
     def first_position(self, position: Any) -> Any:

@@ -122,7 +122,8 @@ def forest_attention(
 
     Returns [B, T, N, V] in the query's dtype; rows of free request slots are 0. Where lengths show on the device
     only, a plan for another forest or past its steps gives NaN everywhere, and so do drafts in a leaf that others read:
-    `plan.check(forest)` says why. Pages past num_pages, of a forest of another pool, are noticed on the host only.
+    `plan.check(forest)` and `drafts.check(forest, T)` say why. Pages past num_pages, of a forest of another pool, are
+    noticed on the host only.
 
     Raises ValueError for shapes, dtypes, names or a mesh that do not fit, and for arrays that are divided among devices
     without a mesh; PlanError for a plan that does not fit, NotImplementedError where JAX asks for a derivative.

@@ -60,15 +60,15 @@ class DraftTrees:
         >>> DraftTrees.from_parents(np.array([[-1, -1, 0, 0]])).order.tolist()
         [[0, 2, 3, 1]]
         """
-        on_host = not isinstance(parent, jax.Array)
-        xp: ModuleType = np if on_host else jnp
-        parent = xp.asarray(parent)
+        xp: ModuleType = jnp if isinstance(parent, jax.Array) else np
+        parent = parent if isinstance(parent, jax.Array) else checks.host_array("parent", parent)
         if parent.ndim != 2 or not jnp.issubdtype(parent.dtype, jnp.integer):
             raise ValueError(f"parent: expected integers [B, T], got {parent.dtype} of shape {parent.shape}")
         number = xp.arange(parent.shape[1], dtype=np.int32)[None]
         valid = (parent >= -1) & (parent < number)
-        if on_host:
-            checks.each("parent", parent, valid, "-1 for a root or a candidate that comes before its child")
+        if not isinstance(parent, jax.core.Tracer):
+            fits = np.asarray(valid)
+            checks.each("parent", np.asarray(parent), fits, "-1 for a root or a candidate that comes before its child")
         parent = xp.where(valid, parent, -1).astype(np.int32)
         seen = _ancestors(parent, xp)  # [B, T, T]: candidate t sees candidate a
         depth, size = seen.sum(2, dtype=np.int32) - 1, seen.sum(1, dtype=np.int32)

@@ -281,6 +281,9 @@ class ForestArrays:
         if on_host:
             if not allowed.all():
                 request = int(np.argmin(allowed))
+                if growth[request] < 0:
+                    given = np.broadcast_to(count, leaf.shape)[request]
+                    raise ValueError(f"count: expected at least 0 tokens for request {request}, got {given}")
                 raise ValueError(
                     f"count: request {request} cannot take {int(growth[request])} more tokens, its leaf "
                     f"{'has no room' if owned[request] else 'is read by other requests'}; call Forest.reserve first"
@@ -302,6 +305,7 @@ class ForestArrays:
         >>> Forest.from_nodes([-1, 0, 0], [30, 2, 5], [1, 2]).positions(2).tolist()
         [[30, 31], [33, 34]]
         """
+        count = checks.integer("count", count)
         return (self.request_length - count)[:, None] + self._xp.arange(count, dtype=np.int32)[None]
 
     def slots(self, count: int = 1) -> Int[HostOrDevice, "B T"]:

@@ -133,21 +133,25 @@ class KVPages:
           dtype: of K and V; they are rounded to it when they are written. Of one byte a number: float8_e4m3fn.
           quantisation: for one byte a number; scales of 1 by default.
 
-        Raises ValueError for a dtype that is no float, or of one byte and cannot be written, for a quantisation without
-        one, and for scales of other heads or pages.
+        Raises ValueError for sizes that pages cannot have, a dtype that is no float, or of one byte and cannot be
+        written, for a quantisation without one, and for scales of other heads or pages; TypeError for what is none.
 
         >>> KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64).key.shape
         (4, 16, 2, 64)
         >>> KVPages.zeros(4, 16, 2, 64, jnp.float8_e4m3fn).quantisation.value_scale.tolist()
         [1.0, 1.0]
         """
+        num_pages, page_size = checks.integer("num_pages", num_pages, 0), checks.integer("page_size", page_size)
+        num_kv_heads, head_dim = checks.integer("num_kv_heads", num_kv_heads), checks.integer("head_dim", head_dim)
         shape, dtype = (num_pages, page_size, num_kv_heads, head_dim), jnp.dtype(dtype)
+        if quantisation is not None:
+            checks.instance("quantisation", quantisation, Quantisation)
         if dtype.itemsize == 1:
             _check_writable(dtype)
             quantisation = Quantisation.of(num_kv_heads) if quantisation is None else quantisation
             of_tokens = {"num_pages": num_pages, "K": num_kv_heads, "page_size": page_size}
-            sizes = of_tokens if quantisation.is_by_token else {"K": num_kv_heads}
-            checks.shape("quantisation.key_scale", quantisation.key_scale, **sizes)
+            axes = of_tokens if quantisation.is_by_token else {"K": num_kv_heads}
+            checks.shape("quantisation.key_scale", quantisation.key_scale, **axes)
         elif quantisation is not None:
             raise ValueError(f"quantisation: expected None for pages of {dtype}; it is for one byte a number")
         else:

@@ -20,7 +20,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.nnx.params import SamplingParams
-from codec_jax.nnx.replicas import Serving
+from codec_jax.nnx.replicas import Serving, check_serving
 from codec_jax.nnx.request import Request, Update
 
 Result = TypeVar("Result")
@@ -123,8 +123,7 @@ class AsyncEngine(Generic[EngineT]):
         Args:
           engine: the engine, or replicas. Requests that it has go on.
         """
-        if not isinstance(engine, Serving):
-            raise TypeError(f"engine: expected an Engine or Replicas, got {type(engine).__name__}")
+        check_serving(engine)
         self._engine = engine
         self._told: dict[Request, _Told] = {}
         self._calls: list[Callable[[EngineT], object]] = []

@@ -134,6 +134,7 @@ class Engine:
             raise ValueError(f"room: expected a share in [0, 1], got {room}")
         page_size = checks.page_size(page_size)
         num_pages = None if num_pages is None else checks.integer("num_pages", num_pages)
+        invariant = checks.boolean("invariant", invariant)
         placed = PlacedDecoder.of(model, mesh)
         config, parallel = placed.config, Parallel.of(placed.mesh)
         if invariant and (room < 1.0 or parallel.context > 1 or reconstructed_pages or windowed_pages):

@@ -1,7 +1,8 @@
 """How one request is to be decoded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -75,34 +76,39 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check what needs no vocabulary."""
-        checks.integer("max_tokens", self.max_tokens, 0)
-        if not checks.number("temperature", self.temperature) >= 0.0:
+        keep = partial(object.__setattr__, self)  # numbers as Python's own, which hold any sum
+        keep("max_tokens", checks.integer("max_tokens", self.max_tokens, 0))
+        keep("temperature", checks.number("temperature", self.temperature))
+        if not self.temperature >= 0.0:
             raise ValueError(f"temperature: expected a finite number of at least 0, got {self.temperature}")
         if self.top_k is not None:
-            checks.integer("top_k", self.top_k, below=2**63)
-        if not 0.0 < checks.number("top_p", self.top_p) <= 1.0:
+            keep("top_k", checks.integer("top_k", self.top_k, below=2**63))
+        keep("top_p", checks.number("top_p", self.top_p))
+        if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p: expected a probability in (0, 1], got {self.top_p}")
-        if not 0.0 <= checks.number("min_p", self.min_p) <= 1.0:
+        keep("min_p", checks.number("min_p", self.min_p))
+        if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p: expected a probability in [0, 1], got {self.min_p}")
-        if not np.float32(checks.number("repetition_penalty", self.repetition_penalty)) > 0.0:
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            keep(name, checks.number(name, getattr(self, name)))
+        if not np.float32(self.repetition_penalty) > 0.0:
             raise ValueError(f"repetition_penalty: expected a number above 0, got {self.repetition_penalty}")
-        checks.number("presence_penalty", self.presence_penalty)
-        checks.number("frequency_penalty", self.frequency_penalty)
-        if not isinstance(self.seed, int | np.integer) or not 0 <= self.seed < 2**32:
+        if not checks.is_integer(self.seed) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: expected an integer in [0, 2**32), got {self.seed}")
-        checks.integer("stream", self.stream, 0)
-        stop_tokens = checks.int_vector("stop_tokens", self.stop_tokens)
+        keep("seed", int(self.seed))
+        keep("stream", checks.integer("stream", self.stream, 0))
+        given = self.stop_tokens
+        stop_tokens = checks.int_vector("stop_tokens", list(given) if isinstance(given, Set) else given)
         checks.each("stop_tokens", stop_tokens, stop_tokens >= 0, "tokens of at least 0")
         _at_most("stop_tokens", len(stop_tokens), MAX_STOP_TOKENS)
-        object.__setattr__(self, "stop_tokens", tuple(stop_tokens.tolist()))
+        keep("stop_tokens", tuple(stop_tokens.tolist()))
         several = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         if not several or not all(isinstance(each, str) and each for each in self.stop):
             raise ValueError(f"stop: expected a list of strings, none of them empty, got {self.stop!r:.100}")
         _at_most("stop", len(self.stop), MAX_STOPS, "strings")
-        object.__setattr__(self, "stop", tuple(self.stop))
-        checks.integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS + 1)
-        if not isinstance(self.prompt_logprobs, bool):
-            raise ValueError(f"prompt_logprobs: expected True or False, got {self.prompt_logprobs!r}")
+        keep("stop", tuple(self.stop))
+        keep("top_logprobs", checks.integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS + 1))
+        keep("prompt_logprobs", checks.boolean("prompt_logprobs", self.prompt_logprobs))
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias: expected a number for each token, got {self.logit_bias!r}")
         _at_most("logit_bias", len(self.logit_bias), MAX_BIASED_TOKENS)
@@ -110,7 +116,7 @@ class SamplingParams:
             checks.integer("logit_bias", token, 0): checks.number(f"logit_bias[{token}]", bias)
             for token, bias in self.logit_bias.items()
         }
-        object.__setattr__(self, "logit_bias", biases)
+        keep("logit_bias", biases)
         if not isinstance(self.matcher, Matcher | None):
             raise ValueError(
                 "matcher: expected the methods compute_bitmask, consume_token, is_stopped and deep_copy, "

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from itertools import count
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import jax
@@ -252,6 +252,12 @@ class Replicas:
 
 
 Serving: TypeAlias = Engine | Replicas
+
+
+def check_serving(engine: Any) -> None:
+    """Raise TypeError for what is no engine and no replicas."""
+    if not isinstance(engine, Serving):
+        raise TypeError(f"engine: expected an Engine or Replicas, got {type(engine).__name__}")
 
 
 def device_groups(config: DecoderConfig, *, data: int, context: int, tensor: int) -> list[Mesh | None]:

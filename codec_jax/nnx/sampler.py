@@ -114,6 +114,7 @@ class Sampler:
         self.steps = checks.integer("steps", steps)
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         check_name(implementation)
+        invariant = checks.boolean("invariant", invariant)
         placed = PlacedDecoder.of(model, mesh)
         self.config = placed.config
         parallel = Parallel.of(placed.mesh)

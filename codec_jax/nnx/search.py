@@ -19,7 +19,7 @@ from jaxtyping import Int
 from codec_jax import checks
 from codec_jax.arrays import Integers
 from codec_jax.nnx.params import MAX_TOP_LOGPROBS, SamplingParams
-from codec_jax.nnx.replicas import Serving
+from codec_jax.nnx.replicas import Serving, check_serving
 from codec_jax.nnx.request import Request
 
 #: Of the power of a length that scores are divided by.
@@ -60,12 +60,13 @@ def best_of(
     >>> all(sum(best.logprobs) >= sum(other.logprobs) for other in others)
     True
     """
+    check_serving(engine)
     checks.function("score", score)
     requests = engine.generate([prompt], params, samples=samples)
     scores = [_mean_logprob(request) if score is None else score(request) for request in requests]
     for value in scores:
-        # Those of failed requests may be infinite.
-        if not isinstance(value, int | float | np.number) or np.isnan(value):
+        # Those of failed requests may be infinite. Of integers there are some that NumPy does not have.
+        if not isinstance(value, int | float | np.integer | np.floating) or value != value:
             raise ValueError(f"score: expected a function that gives a number for each request, got {value!r:.100}")
     return [requests[i] for i in sorted(range(len(requests)), key=scores.__getitem__, reverse=True)]
 
@@ -112,8 +113,11 @@ def beam_search(
 
     Source: https://github.com/huggingface/transformers/blob/main/src/transformers/generation/utils.py
     """
-    checks.integer("beams", beams)
-    power = checks.number("length_penalty", length_penalty) * math.log10(checks.integer("max_tokens", max_tokens))
+    check_serving(engine)
+    # As Python's own numbers, of which powers hold.
+    beams, max_tokens = checks.integer("beams", beams), checks.integer("max_tokens", max_tokens)
+    length_penalty = checks.number("length_penalty", length_penalty)
+    power = length_penalty * math.log10(max_tokens)
     if abs(power) > _MOST_DECIMALS:
         most = math.floor(_MOST_DECIMALS / math.log10(max_tokens))
         raise ValueError(

@@ -220,11 +220,17 @@ class CostModel:
           flops_per_us: arithmetic.
           values_in_keys: whether values are numbers of the keys, as of latents, and are read with them.
 
+        Raises ValueError for rates that are not positive numbers.
+
         >>> from codec_jax.planning.cost import HeadLayout
         >>> model = CostModel.roofline(HeadLayout(8, 2, 64, 16), device="another GPU", bytes_per_us=2e6)
         >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
         >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64, cost_model=model)
         """
+        num_ctas = checks.integer("num_ctas", num_ctas)
+        for name, rate in (("bytes_per_us", bytes_per_us), ("flops_per_us", flops_per_us)):
+            if not checks.number(name, rate) > 0:
+                raise ValueError(f"{name}: expected a positive number, got {rate}")
         rows, tokens = (TILE_ROWS, 2 * TILE_ROWS), (128, 32768)
         cached = [[4.0 * r * n * layout.head_dim * num_ctas / flops_per_us for n in tokens] for r in rows]
         moved = layout.head_dim * num_ctas / bytes_per_us  # a byte for each number of a head, in all thread blocks

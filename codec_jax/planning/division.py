@@ -38,7 +38,7 @@ def divide(work: Work, num_ctas: int, estimate: Estimate, policy: Policy) -> Sch
     if policy == "paper":
         return _paper(work, num_ctas, estimate)
     slices = 1 if policy == INVARIANT else policy
-    if checks.is_integer(slices) and slices > 0:
+    if checks.is_integer(slices) and 0 < slices < 2**31:
         return _longest_first(_Slices.equal(work, num_ctas, estimate, np.full(len(work.wide), slices)))
     raise ValueError(f"policy: expected 'aligned', 'paper', 'invariant' or a positive number of slices, got {policy!r}")
 

@@ -27,6 +27,8 @@ def replan(plan: Plan, forest: Forest, *, steps: int = 1, subset: PageSubset | N
     >>> replan(plan, forest, steps=16).check(forest.extend(16))
     """
     checks.instance("plan", plan, Plan)
+    if subset is not None:
+        checks.instance("subset", subset, PageSubset)
     if (got := None if subset is None else subset.capacity) != plan.subset_pages:
         raise ValueError(f"subset: expected one of capacity {plan.subset_pages}, as the plan before, got {got}")
     names = ("num_q_heads", "num_kv_heads", "head_dim", "value_head_dim")

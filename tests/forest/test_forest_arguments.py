@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from codec_jax import Forest, PagePool
+from codec_jax import DraftTrees, Forest, KVPages, PagePool, Window
 from codec_jax.forest import Tree
 
 ONE = {"parent": [-1], "length": [5], "leaf": [0]}
@@ -41,6 +41,52 @@ ONE = {"parent": [-1], "length": [5], "leaf": [0]}
 def test_from_nodes_names_the_bad_argument(change, message):
     with pytest.raises(ValueError, match=message):
         Forest.from_nodes(**{**ONE, **change})
+
+
+@pytest.mark.parametrize("count", [1.5, 0, -2, "x"])
+def test_counts_of_tokens_that_cannot_be_are_named(count):
+    forest = Forest.from_nodes(**ONE)
+    for positions in (forest.positions, forest.slots):
+        with pytest.raises(ValueError, match=r"^count: expected an integer of at least 1, got "):
+            positions(count)
+
+
+def test_what_a_window_hides_is_asked_with_a_window():
+    forest = Forest.from_nodes(**ONE)
+    with pytest.raises(TypeError, match=r"^window: expected a Window, got int"):
+        forest.hidden_by(5)
+    with pytest.raises(ValueError, match=r"^count: expected an integer of at least 1, got 0"):
+        forest.hidden_by(Window(5), 0)
+    with pytest.raises(ValueError, match=r"^chunked: expected True or False, got 'no'"):
+        Window(5, "no")
+
+
+def test_a_text_does_not_shrink():
+    with pytest.raises(ValueError, match=r"^count: expected at least 0 tokens for request 0, got -3"):
+        Forest.from_nodes(**ONE).extend(-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ((-1, 16, 2, 64), ValueError, r"num_pages: expected an integer of at least 0, got -1"),
+        ((4, 0, 2, 64), ValueError, r"page_size: expected an integer of at least 1, got 0"),
+        ((4, 16, 2.5, 64), ValueError, r"num_kv_heads: expected an integer of at least 1, got 2.5"),
+        ((4, 16, 2, 0), ValueError, r"head_dim: expected an integer of at least 1, got 0"),
+        ((4, 16, 2, 64, jnp.float8_e4m3fn, 3), TypeError, r"quantisation: expected a Quantisation, got int"),
+    ],
+)
+def test_pages_that_cannot_be_are_refused_by_name(sizes, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        KVPages.zeros(*sizes[:5], **({"quantisation": sizes[5]} if len(sizes) > 5 else {}))
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_parents_of_drafts_that_come_after_them_are_refused_wherever_they_are(array):
+    with pytest.raises(ValueError, match=r"^parent: expected -1 for a root .*, got parent\[0, 1\] = 5"):
+        DraftTrees.from_parents(array([[-1, 5]]))
+    with pytest.raises(ValueError, match=r"^parent: expected rows of one length, got rows of several"):
+        DraftTrees.from_parents([[-1], [-1, 0]])
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,18 @@ def test_lists_become_tuples() -> None:
     assert (params.stop_tokens, params.stop) == ((3, 4), ("a", "b"))
 
 
+def test_numbers_become_pythons_own_which_hold_any_sum() -> None:
+    """60 tokens of a prompt and an int8 of 100 would be -96."""
+    given = {"max_tokens": np.int8(100), "top_k": np.uint8(3), "seed": np.uint32(7), "stream": np.int16(4)}
+    given |= {"top_logprobs": np.int8(5), "temperature": np.float16(0.5), "top_p": np.float32(1), "min_p": 0}
+    params = SamplingParams(**given, prompt_logprobs=np.bool_(True), stop_tokens={5, 3})
+    kinds = {name: type(getattr(params, name)) for name in given}
+    assert kinds == dict.fromkeys(given, int) | dict.fromkeys(("temperature", "top_p", "min_p"), float)
+    assert all(getattr(params, name) == value for name, value in given.items())
+    assert params.prompt_logprobs is True
+    assert sorted(params.stop_tokens) == [3, 5]
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "^max_tokens: expected an integer of at least 0, got -1"),
     ({"temperature": -0.1}, "^temperature: expected a finite number of at least 0, got -0.1"),
@@ -40,6 +52,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 1e39}, "^frequency_penalty: .*1e\\+39"),
     ({"seed": -1}, r"^seed: expected an integer in \[0, 2\*\*32\), got -1"),
     ({"seed": 2**32}, "^seed: .*got 4294967296"),
+    ({"seed": True}, "^seed: .*got True"),
     ({"stream": 2**31}, "^stream: .*got 2147483648"),
     ({"stop_tokens": [1, -1]}, r"^stop_tokens: .*got stop_tokens\[1\] = -1"),
     ({"stop_tokens": 7}, "^stop_tokens: expected a list of integers"),

@@ -218,10 +218,31 @@ def test_the_best_of_several_samples_comes_first(engine: Engine, dense: Dense) -
     assert sorted(sample.tokens for sample in samples) == sorted(sample.tokens for sample in by_tokens)
 
 
-@pytest.mark.parametrize("value", [None, "9", float("nan"), np.ones(2)])
+@pytest.mark.parametrize("value", [None, "9", float("nan"), np.ones(2), np.complex64(1)])
 def test_a_score_that_is_no_number_is_refused_by_name(engine: Engine, value: Any) -> None:
     with pytest.raises(ValueError, match=r"^score: expected a function that gives a number for each request, got "):
         best_of(engine, PROMPTS[2], 2, greedy(2), score=lambda _: value)
+
+
+def test_scores_may_be_integers_of_any_size(engine: Engine) -> None:
+    first, second = best_of(engine, PROMPTS[2], 2, greedy(2), score=lambda request: 10**400 + request.params.stream)
+    assert (first.params.stream, second.params.stream) == (1, 0)
+
+
+@pytest.mark.parametrize(("power", "same"), [(np.int64(-1), -1.0), (np.int32(8), 8.0), (np.float16(1), 1.0)])
+def test_a_length_penalty_may_be_a_number_of_numpy(engine: Engine, power: Any, same: float) -> None:
+    options = {"beams": 3, "max_tokens": np.int8(20), "stop_tokens": [3]}
+    found, expected = (beam_search(engine, PROMPTS[1], **options, length_penalty=each) for each in (power, same))
+    assert [beam.tokens for beam in found] == [beam.tokens for beam in expected]
+    np.testing.assert_allclose([beam.score for beam in found], [beam.score for beam in expected], rtol=1e-5)
+    assert {type(beam.score) for beam in found} == {float}
+
+
+def test_what_is_no_engine_is_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(TypeError, match=r"^engine: expected an Engine or Replicas, got str"):
+        best_of("engine", [1], 2, greedy(2))
+    with pytest.raises(TypeError, match=r"^engine: expected an Engine or Replicas, got NoneType"):
+        beam_search(None, [1], beams=2, max_tokens=2)
 
 
 def test_logits_that_are_not_finite_end_a_search(setup: Setup) -> None:

@@ -76,6 +76,8 @@ def test_a_forest_on_a_device_and_something_else_than_a_plan_are_refused():
         replan(plan, jax.device_put(forest))
     with pytest.raises(ValueError, match=r"steps: expected an integer of at least 1, got 0"):
         replan(plan, forest, steps=0)
+    with pytest.raises(TypeError, match=r"subset: expected a PageSubset, got int"):
+        replan(plan, forest, subset=3)
     with pytest.raises(TypeError, match=r"plan: expected a Plan, got Forest"):
         replan(forest, plan)
     with pytest.raises(TypeError, match=r"forest: expected a Forest, got ndarray"):

@@ -316,6 +316,40 @@ def test_logps_of_given_tokens_are_those_of_a_dense_pass(shared):
 
 
 @tunix_only
+def test_a_stop_token_that_is_the_padding_is_scored_where_a_text_ends(shared, monkeypatch):
+    prompts = left_padded([encoded(prompt) for prompt in PROMPTS], PROMPT, PAD)
+    prompts[prompts == EOS] = PAD
+    monkeypatch.setattr(shared, "eos_id", lambda: PAD)
+    completions = np.full((len(PROMPTS), 4), PAD, np.int32)
+    texts = [[5, 6, 7, 8], [5, 6, 7], [9], [], [4, 4]]
+    for row, text in zip(completions, texts, strict=True):
+        row[: len(text)] = text
+    got = np.asarray(shared.get_per_token_logps(jnp.asarray(prompts), jnp.asarray(completions)))
+    for row, text in enumerate(texts):
+        scored = [*text, PAD][:4]
+        prompt = prompts[row][prompts[row] != PAD].tolist()
+        np.testing.assert_allclose(got[row, : len(scored)], dense_logprobs(random_policy(0), prompt, scored), atol=1e-4)
+        assert (got[row, len(scored) :] == 0).all()
+    nothing = np.full_like(prompts, PAD), np.full_like(completions, PAD)
+    assert not np.asarray(shared.get_per_token_logps(*nothing)).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_requests": "4"}, ValueError, "max_requests: expected an integer of at least 1, got '4'"),
+        ({"page_size": 0}, ValueError, "page_size: expected a positive multiple of 8, got 0"),
+        ({"max_context": -1}, ValueError, "max_context: expected an integer of at least 1, got -1"),
+        ({"mesh": "x"}, TypeError, "mesh: expected a Mesh, got str"),
+    ],
+)
+@tunix_only
+def test_sizes_that_do_not_fit_are_refused_by_name(options, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        new_rollout(random_policy(0), **options)
+
+
+@tunix_only
 def test_new_weights_change_what_is_drawn_and_compile_nothing(shared):
     config = rollout_config(temperature=0.0)
     before = shared.generate(PROMPTS, config)
