@@ -175,12 +175,16 @@ def plans_of(config: DecoderConfig, forest: Forest, num_pages: int, parallel: Pa
     shape = layout_of(config, parallel).heads
     heads = Heads(**shape, value_head_dim=shape["head_dim"])
     most, requests = default_tiling(heads).num_ctas, forest.request_capacity
-    options = shape | {
-        "steps": STEPS,
-        "homes": Homes(parallel.context, num_pages // parallel.context),
-        "num_ctas": lasting_thread_blocks(most, heads.num_kv_heads, heads.group, requests),
-    }
-    plans = tuple(make_plan(forest, **options, window=window) for window in config.windows_used)
+    options = shape | {"steps": STEPS, "homes": Homes(parallel.context, num_pages // parallel.context)}
+    plans = tuple(
+        make_plan(
+            forest,
+            **options,
+            window=window,
+            num_ctas=lasting_thread_blocks(most, heads.num_kv_heads, heads.group, requests, window),
+        )
+        for window in config.windows_used
+    )
     return plans if len(plans) > 1 else plans[0]
 
 

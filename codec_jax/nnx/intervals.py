@@ -22,7 +22,7 @@ from codec_jax.planning.invariant import parts_of, room_for_more
 from codec_jax.planning.latent_forms import pay_together
 from codec_jax.planning.plan import growing_pages
 from codec_jax.traffic import Traffic, count_decode
-from pallas_kernels import Heads
+from pallas_kernels import Heads, Window
 
 #: Nodes that a path may have before the decode step is compiled anew for longer block lists.
 EXPECTED_DEPTH = 8
@@ -183,7 +183,7 @@ class Intervals:
         subset: PageSubset | None,
         kept: PageSubset | None,
     ) -> tuple[Plan, ...]:
-        num_ctas = None if self._policy == INVARIANT else cut.num_ctas(forest.request_capacity, query_tokens)
+        sizes = forest.request_capacity, query_tokens
         return tuple(
             make_plan(
                 forest,
@@ -194,7 +194,7 @@ class Intervals:
                 steps=self._steps,
                 query_tokens=query_tokens,
                 window=window,
-                num_ctas=num_ctas,
+                num_ctas=None if self._policy == INVARIANT else cut.num_ctas(window, *sizes),
                 block_tokens=cut.block_tokens,
                 block_capacity=block_capacity,
                 segment_capacity=self._segment_capacity(forest.request_capacity, query_tokens),
@@ -243,10 +243,10 @@ class _Cut(NamedTuple):
         tiling = default_tiling(heads)
         return cls(heads, tiling.tile_rows, tiling.block_for(heads.num_kv_heads, pages * page_size, 0))
 
-    def num_ctas(self, requests: int, query_tokens: int) -> int:
+    def num_ctas(self, window: Window | None, requests: int, query_tokens: int) -> int:
         """Choose the thread blocks of plans for so many requests, with so many query tokens each."""
         most, rows = default_tiling(self.heads).num_ctas, query_tokens * self.heads.group
-        return lasting_thread_blocks(most, self.heads.num_kv_heads, rows, requests)
+        return lasting_thread_blocks(most, self.heads.num_kv_heads, rows, requests, window)
 
     def blocks(self, requests: int, pages: int, page_size: int, most: float = math.inf) -> int:
         """Bound the blocks of one-token steps: every tile reads every page, or so many pages at most are read."""

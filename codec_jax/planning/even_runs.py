@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Int
 from codec_jax.arrays import expand
 from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.work import Schedule, Work
+from pallas_kernels.heads import Window
 
 #: Share of the thread blocks that may be left out so that kv heads are cut alike.
 _MAX_LEFT_OUT = 0.1
@@ -104,7 +105,9 @@ def thread_blocks(most: int, num_kv_heads: int, estimates: Iterable[Estimate]) -
     return most if decides else _in_step(most, num_kv_heads)
 
 
-def lasting_thread_blocks(most: int, num_kv_heads: int, rows_of_request: int, requests: int) -> int:
+def lasting_thread_blocks(
+    most: int, num_kv_heads: int, rows_of_request: int, requests: int, window: Window | None = None
+) -> int:
     """Choose the same for plans of one step, whose number of thread blocks stays whatever the forest comes to be.
 
     Args:
@@ -112,10 +115,11 @@ def lasting_thread_blocks(most: int, num_kv_heads: int, rows_of_request: int, re
       num_kv_heads: K, kv heads.
       rows_of_request: query rows of a request in a kv head.
       requests: as many as there is room for.
+      window: of the plans; inside of one little is shared, so that reading decides.
     """
     each, together = _MANY_ROWS
     has_many = rows_of_request >= each and rows_of_request * requests >= together
-    return most if has_many else _in_step(most, num_kv_heads)
+    return most if has_many and window is None else _in_step(most, num_kv_heads)
 
 
 def _in_step(most: int, num_kv_heads: int) -> int:
