@@ -229,6 +229,7 @@ class Forest(ForestArrays):
         if window is None:
             return np.zeros(self.node_capacity, np.int64)
         checks.instance("window", window, Window)
+        checks.integer("query_tokens", query_tokens)
         first = window.first_position(self.positions(query_tokens)[self.request_of_row, 0])
         return hidden_from_readers(first, self.start, self.row_lo, self.row_hi)
 

@@ -305,7 +305,7 @@ class ForestArrays:
         >>> Forest.from_nodes([-1, 0, 0], [30, 2, 5], [1, 2]).positions(2).tolist()
         [[30, 31], [33, 34]]
         """
-        count = checks.integer("count", count)
+        count = checks.integer("count", count, 0)
         return (self.request_length - count)[:, None] + self._xp.arange(count, dtype=np.int32)[None]
 
     def slots(self, count: int = 1) -> Int[HostOrDevice, "B T"]:

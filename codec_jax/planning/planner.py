@@ -51,8 +51,8 @@ from pallas_kernels.token_mask import MAX_ROWS
 
 #: A plan of so many pages has room for the worst that its forest can become: what that costs, a megabyte, is nothing.
 _ROOMY_PAGES = 1 << 16
-#: Of thread blocks, rows of a tile or tokens of a block; a plan has arrays as large as that.
-_MOST_OF_ANYTHING = 1 << 20
+#: Of thread blocks, and of tokens of a block: a plan has arrays as large as that.
+_MOST_OF_A_SIZE = 1 << 21
 
 
 def make_plan(
@@ -282,7 +282,8 @@ def _grid(
 ) -> Grid:
     """Choose what is not given by the kind of device and the amount of work of each."""
     tiling = default_tiling(heads)
-    given = {name: checks.integer(name, value, below=_MOST_OF_ANYTHING) for name, value in given.items()}
+    most = {"num_ctas": _MOST_OF_A_SIZE, "block_tokens": _MOST_OF_A_SIZE}
+    given = {name: checks.integer(name, value, below=most.get(name, 2**31)) for name, value in given.items()}
     tile_rows, lanes = given.get("tile_rows", tiling.tile_rows), given.get("lanes", tiling.lanes)
     if lanes > 2:
         raise ValueError(f"lanes: expected 1 or 2, got {lanes}")

@@ -286,7 +286,7 @@ FULL_LEAF = Forest.from_nodes([-1, 0, 0], [16, 14, 3], [1, 2], page_size=16)
         (INNER_END, [1, 0], r"count: request 0 .* 1 more tokens.* read by other requests.*reserve"),
         (FULL_LEAF, 3, r"count: request 0 .* 3 more tokens.* no room.*reserve"),
         (FULL_LEAF, [0, 14], r"count: request 1 .* 14 more tokens.* no room.*reserve"),
-        (FULL_LEAF, [2, -1], r"count: request 1 .* -1 more tokens"),
+        (FULL_LEAF, [2, -1], r"count: expected at least 0 tokens for request 1, got -1"),
         (FULL_LEAF, 2**31 - 1, r"count: request 0 .* 2147483647 more tokens.* no room"),
     ],
 )
