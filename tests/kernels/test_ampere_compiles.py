@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from pallas_kernels.ampere.tiling import SHARED_KIB
+from pallas_kernels.compat import LINKS_KERNELS
 
 if importlib.util.find_spec("jax_cuda13_plugin") is None:
     pytest.skip("compiling for GPUs needs the wheels of jax[cuda13]", allow_module_level=True)
@@ -100,6 +101,13 @@ with mock.patch.object(utils, "_infer_arch", lambda: tuple(map(int, capability.s
 """
 
 
+#: As docs/your-gpu.md says; some GPUs have registers enough all the same.
+fails_where_kernels_are_linked = pytest.mark.xfail(
+    LINKS_KERNELS, reason="JAX 0.12 compiles kernels to be linked, which leaves them too few registers"
+)
+
+
+@fails_where_kernels_are_linked
 @pytest.mark.parametrize("name", GPUS)
 def test_kernels_compile_and_fit(name: str) -> None:
     gpu, tests = GPUS[name], Path(__file__).parents[1]
