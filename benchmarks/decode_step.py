@@ -174,14 +174,14 @@ def plans_of(config: DecoderConfig, forest: Forest, num_pages: int, parallel: Pa
     """Plan a call for the heads and the pages of each device, as the sampler: one for each of the model's windows."""
     shape = layout_of(config, parallel).heads
     heads = Heads(**shape, value_head_dim=shape["head_dim"])
-    most, requests = default_tiling(heads).num_ctas, forest.request_capacity
+    most = default_tiling(heads).num_ctas
     options = shape | {"steps": STEPS, "homes": Homes(parallel.context, num_pages // parallel.context)}
     plans = tuple(
         make_plan(
             forest,
             **options,
             window=window,
-            num_ctas=lasting_thread_blocks(most, heads.num_kv_heads, heads.group, requests, window),
+            num_ctas=lasting_thread_blocks(most, heads, forest.request_capacity, window=window),
         )
         for window in config.windows_used
     )

@@ -154,24 +154,24 @@ def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxe
 
     Without mailboxes all are XLA's.
     """
-    num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
+    num_q_heads, _ = parallel.heads(config.num_q_heads, config.num_kv_heads)
     size, layers = jnp.dtype(config.dtype).itemsize, config.num_layers
     parallel = _meeting(parallel, mailboxes)
     rows = math.ceil(requests / parallel.devices) * parallel.devices  # each device draws for as many
-    columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
+    columns = parallel.columns(config)
     gathers = 0 if repeated_bytes(config, parallel) else layers
 
     def by(kernel: str, collective: str, sizes_of: Callable[..., Sizes | None], devices: int, *shape: int) -> str:
         like = jax.ShapeDtypeStruct((requests, 1, *shape), config.dtype)
         return kernel if parallel.stride and sizes_of(like, devices=devices) else collective
 
-    own = [heads * config.head_dim // parallel.context for heads in (num_q_heads, num_kv_heads, num_kv_heads)]
+    own = [size // parallel.context for size in columns]
     gathering = by("collect", "all_gather", partial(of_columns, parts=own), parallel.context, sum(own))
     merging = by("merge_parts", "all_to_all", of_merges, parallel.context, num_q_heads, config.head_dim)
     adding = by("add_up", "psum", of_arrays, parallel.devices, config.hidden_size)
     hidden = requests * config.hidden_size * size
     listed = [
-        Exchange(gathering, parallel.context, requests * columns * size, gathers),
+        Exchange(gathering, parallel.context, requests * sum(columns) * size, gathers),
         Exchange(merging, parallel.context, partial_bytes(config, requests, parallel), layers),
         Exchange(adding, parallel.devices, hidden, 2 * layers),  # after attention, after the MLP
         Exchange("psum", parallel.devices, hidden, 1),  # of the embedding

@@ -183,7 +183,13 @@ class Intervals:
         subset: PageSubset | None,
         kept: PageSubset | None,
     ) -> tuple[Plan, ...]:
-        sizes = forest.request_capacity, query_tokens
+        requests = forest.request_capacity
+
+        def num_ctas(window: Window | None) -> int | None:
+            if self._policy == INVARIANT:
+                return None
+            return lasting_thread_blocks(cut.most_ctas, cut.heads, requests, query_tokens, window)
+
         return tuple(
             make_plan(
                 forest,
@@ -194,10 +200,10 @@ class Intervals:
                 steps=self._steps,
                 query_tokens=query_tokens,
                 window=window,
-                num_ctas=None if self._policy == INVARIANT else cut.num_ctas(window, *sizes),
+                num_ctas=num_ctas(window),
                 block_tokens=cut.block_tokens,
                 block_capacity=block_capacity,
-                segment_capacity=self._segment_capacity(forest.request_capacity, query_tokens),
+                segment_capacity=self._segment_capacity(requests, query_tokens),
                 policy=self._policy,
                 homes=self._homes,
                 subset=subset if window is None or kept is None else kept,
@@ -236,17 +242,14 @@ class _Cut(NamedTuple):
     heads: Heads
     tile_rows: int
     block_tokens: int
+    most_ctas: int  # thread blocks of the device
 
     @classmethod
     def of(cls, heads: Heads, pages: int, page_size: int) -> _Cut:
         """Choose what suits a pool of so many pages."""
         tiling = default_tiling(heads)
-        return cls(heads, tiling.tile_rows, tiling.block_for(heads.num_kv_heads, pages * page_size, 0))
-
-    def num_ctas(self, window: Window | None, requests: int, query_tokens: int) -> int:
-        """Choose the thread blocks of plans for so many requests, with so many query tokens each."""
-        most, rows = default_tiling(self.heads).num_ctas, query_tokens * self.heads.group
-        return lasting_thread_blocks(most, self.heads.num_kv_heads, rows, requests, window)
+        block_tokens = tiling.block_for(heads.num_kv_heads, pages * page_size, 0)
+        return cls(heads, tiling.tile_rows, block_tokens, tiling.num_ctas)
 
     def blocks(self, requests: int, pages: int, page_size: int, most: float = math.inf) -> int:
         """Bound the blocks of one-token steps: every tile reads every page, or so many pages at most are read."""

@@ -78,6 +78,11 @@ class Parallel:
         """Return the q heads and the kv heads that a device attends with; several may have the same kv head."""
         return num_q_heads // self.tensor, max(num_kv_heads // self.tensor, 1)
 
+    def columns(self, config: DecoderConfig) -> tuple[int, int, int]:
+        """Return the columns of the queries, the keys and the values that a device attends with."""
+        num_q_heads, num_kv_heads = self.heads(config.num_q_heads, config.num_kv_heads)
+        return num_q_heads * config.head_dim, num_kv_heads * config.head_dim, num_kv_heads * config.head_dim
+
     def gather(self, columns: Float[Array, "B T columns"], sizes: Sequence[int]) -> Float[Array, "B T all"]:
         """Join what the devices of a group computed of each part of a product; the parts then have these sizes.
 
@@ -136,11 +141,11 @@ class Parallel:
             return self
         group, gathers, merges = (self.context, self.stride), None, None
         if self.context > 1 and config.latent is None:
-            num_q_heads, num_kv_heads = self.heads(config.num_q_heads, config.num_kv_heads)
+            num_q_heads, _ = self.heads(config.num_q_heads, config.num_kv_heads)
             of_heads = jax.ShapeDtypeStruct((*x.shape[:2], num_q_heads, config.head_dim), x.dtype)
             merges = Mailbox.for_merges(token + 1, of_heads, *group)
             if not repeated_bytes(config, self):
-                own = [heads * config.head_dim // self.context for heads in (num_q_heads, num_kv_heads, num_kv_heads)]
+                own = [size // self.context for size in self.columns(config)]
                 of_columns = jax.ShapeDtypeStruct((*x.shape[:2], sum(own)), x.dtype)
                 gathers = Mailbox.for_columns(token + 2, of_columns, own, *group)
         return replace(self, sums=Mailbox.for_arrays(token, x, self.devices), gathers=gathers, merges=merges)
@@ -220,9 +225,7 @@ def repeated_bytes(config: DecoderConfig, parallel: Parallel) -> int:
 
     Where they are few all devices of a group compute all its queries, keys and values, rather than gather columns.
     """
-    num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-    columns = (num_q_heads + 2 * num_kv_heads) * config.head_dim
-    size = config.hidden_size * columns * jnp.dtype(config.param_dtype).itemsize
+    size = config.hidden_size * sum(parallel.columns(config)) * jnp.dtype(config.param_dtype).itemsize
     more = size - size // parallel.context
     most = _BYTES_OF_A_GATHER if parallel.stride is None else _BYTES_OF_A_KERNEL
     return more if config.latent is None and more <= most else 0

@@ -102,9 +102,7 @@ class Attention(nnx.Module):
 
     def _columns(self, x: Array, parallel: Parallel) -> Array:
         """Return queries, keys and values of the heads that this device attends with."""
-        num_q_heads, num_kv_heads = parallel.heads(self.config.num_q_heads, self.config.num_kv_heads)
-        sizes = [count * self.config.head_dim for count in (num_q_heads, num_kv_heads, num_kv_heads)]
-        return parallel.gather(self.query_key_value(x), sizes)
+        return parallel.gather(self.query_key_value(x), parallel.columns(self.config))
 
     def _project(self, x: Array, positions: Array, parallel: Parallel = ALONE) -> tuple[Array, Array, Array]:
         config = self.config

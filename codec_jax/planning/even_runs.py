@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from codec_jax.arrays import expand
 from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.work import Schedule, Work
-from pallas_kernels.heads import Window
+from pallas_kernels.heads import Heads, Window
 
 #: Share of the thread blocks that may be left out so that kv heads are cut alike.
 _MAX_LEFT_OUT = 0.1
@@ -106,20 +106,21 @@ def thread_blocks(most: int, num_kv_heads: int, estimates: Iterable[Estimate]) -
 
 
 def lasting_thread_blocks(
-    most: int, num_kv_heads: int, rows_of_request: int, requests: int, window: Window | None = None
+    most: int, heads: Heads, requests: int, query_tokens: int = 1, window: Window | None = None
 ) -> int:
     """Choose the same for plans of one step, whose number of thread blocks stays whatever the forest comes to be.
 
     Args:
       most: thread blocks of the device.
-      num_kv_heads: K, kv heads.
-      rows_of_request: query rows of a request in a kv head.
+      heads: of the plans.
       requests: as many as there is room for.
+      query_tokens: T, query tokens of each.
       window: of the plans; inside of one little is shared, so that reading decides.
     """
     each, together = _MANY_ROWS
-    has_many = rows_of_request >= each and rows_of_request * requests >= together
-    return most if has_many and window is None else _in_step(most, num_kv_heads)
+    rows = query_tokens * heads.group
+    has_many = rows >= each and rows * requests >= together
+    return most if has_many and window is None else _in_step(most, heads.num_kv_heads)
 
 
 def _in_step(most: int, num_kv_heads: int) -> int:

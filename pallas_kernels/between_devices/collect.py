@@ -30,13 +30,13 @@ def collect(mailbox: Memory, x: jax.Array, parts: tuple[int, ...], sizes: Sizes)
       sizes: of `sizes.of_columns`, with these parts.
     """
     words = [part * x.dtype.itemsize // 4 for part in parts]
-    begins, all_words = [0, *accumulate(words)], sum(words)
+    *begins, all_words = 0, *accumulate(words)
 
     def thread(context: Any, box: Box, x: Any, out: Any) -> None:
         numbers, come = box.everyone(context, x)
         row, column = arith.divui(box.first, word(all_words)), arith.remui(box.first, word(all_words))
         begin, size = word(0), word(words[0])  # of the part that the words of this thread are in
-        for later, of_part in zip(begins[1:-1], words[1:], strict=True):
+        for later, of_part in zip(begins[1:], words[1:], strict=True):
             is_later = arith.cmpi(arith.CmpIPredicate.uge, column, word(later))
             begin, size = (arith.select(is_later, word(n), old) for n, old in ((later, begin), (of_part, size)))
         of_row = arith.addi(arith.muli(begin, word(sizes.devices - 1)), column)

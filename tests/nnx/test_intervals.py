@@ -1,16 +1,14 @@
 """Plans of intervals: of one shape, whatever requests share, as a compiled step needs it."""
 
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import pytest
+from kernel_calls import H200
 
 from codec_jax import Forest, PagePool
 from codec_jax.nnx import DecoderConfig, intervals
 from codec_jax.planning import default_tiling, planner
 
-H200 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200", core_count=132)
 PAGES = 4096
 
 
