@@ -16,8 +16,10 @@ def sizes_of(q_heads: int, kv_heads: int, norm: Norm | None, head_dim: int = 128
     return HeadSizes(q_heads, kv_heads, head_dim, norm)
 
 
-def random_call(rows: int, sizes: HeadSizes, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, Scales, Places]:
-    """Rows go to slots in any order, some of them nowhere, and the last value is not finite."""
+def random_call(
+    rows: int, sizes: HeadSizes, dtype: Any = jnp.bfloat16, parts: int = 1
+) -> tuple[jax.Array, Scales, Places]:
+    """Rows go to slots in any order, some of them nowhere, and the last value is not finite. Several parts are float32."""
     rng = np.random.default_rng(rows)
 
     def draw(*shape: int) -> jax.Array:
@@ -30,14 +32,16 @@ def random_call(rows: int, sizes: HeadSizes, dtype: Any = jnp.bfloat16) -> tuple
     slots = rng.permutation(num_slots)[:rows].astype(np.int32)
     slots[:3] = NO_SLOT, -1, num_slots
     pages = num_slots // _PAGE_SIZE, _PAGE_SIZE, sizes.num_kv_heads, sizes.head_dim
-    columns = draw(rows, sizes.num_heads * sizes.head_dim).at[-1, -2:].set(jnp.asarray([jnp.nan, jnp.inf], dtype))
+    columns = draw(parts, rows, sizes.num_heads * sizes.head_dim)
+    columns = columns.at[-1, -1, -2:].set(jnp.asarray([jnp.nan, jnp.inf], dtype))
+    columns = columns if parts == 1 else columns.astype(jnp.float32) + 0.001
     return columns, scales, Places(cos, sin, jnp.asarray(slots), draw(*pages), draw(*pages))
 
 
 def check_heads(made: Any, columns: Any, scales: Scales, places: Places, sizes: HeadSizes) -> None:
     """Hold the query, and K and V of all token slots, to those in float64."""
     exact = [np.asarray(x, np.float64) for x in (columns, places.cos[:, None], places.sin[:, None])]
-    heads, cos, sin = exact[0].reshape(len(columns), -1, sizes.head_dim), *exact[1:]
+    heads, cos, sin = exact[0].sum(0).reshape(columns.shape[1], -1, sizes.head_dim), *exact[1:]
     first_key, first_value = sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads
     parts = [heads[:, :first_key], heads[:, first_key:first_value]]
 

@@ -24,6 +24,7 @@ from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
 from codec_jax.nnx.mlp import MLP, linear
 from codec_jax.nnx.norm import RMSNorm
 from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.parts import Parts, add_and_norm, reduce
 from codec_jax.nnx.self_attention import Attention
 
 
@@ -53,22 +54,30 @@ class Block(nnx.Module):
     def decode(
         self,
         x: Float[Array, "B T D"],
+        update: Float[Array, "B T D"] | Parts | None,
         positions: Int[Array, "B T"],
         slots: Int[Array, "B T"],
         pages: Pages,
         attend: Attend,
         parallel: Parallel = ALONE,
-    ) -> tuple[Float[Array, "B T D"], Pages]:
-        """Attention over a forest, then the MLP."""
-        normed = self._before("attention", x)
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | Parts, Pages]:
+        """Attention over a forest, then the MLP; what the layer before adds to x comes with it, and so it returns."""
+        x, normed = self._join("attention", x, update)
         attended, pages = self.attention.decode(normed, positions, slots, pages, attend, parallel)
-        x = x + self._after("attention", parallel.reduce(attended))
-        return x + self._after("mlp", self.mlp.decode(self._before("mlp", x), parallel)), pages
+        x, normed = self._join("mlp", x, self._after("attention", reduce(parallel, attended)))
+        return x, self._after("mlp", self.mlp.decode(normed, parallel)), pages
+
+    def _join(self, part: str, x: Array, update: Array | Parts | None) -> tuple[Array, Array]:
+        """Return x with what is added to it, and what a part of the layer is given of it."""
+        if self.placement != "after":
+            return add_and_norm(x, update, getattr(self, f"{part}_norm"))
+        x = x if update is None else x + update
+        return x, x
 
     def _before(self, part: str, x: Array) -> Array:
         return x if self.placement == "after" else getattr(self, f"{part}_norm")(x)
 
-    def _after(self, part: str, x: Array) -> Array:
+    def _after(self, part: str, x: Any) -> Any:
         return x if self.placement == "before" else getattr(self, f"{part}_out_norm")(x)
 
 
@@ -197,12 +206,13 @@ class Decoder(nnx.Module):
         if places is not None:
             in_window = lax.optimization_barrier(in_places(slots, places, cache[0].key.shape[1]))
         x, parallel = parallel.embed(self.embed, rows.tokens, self.config)
-        run, written = partial(attend, batches, implementation, parallel), []
+        run, update, written = partial(attend, batches, implementation, parallel), None, []
         for layer, (block, pages) in enumerate(zip(self.blocks, cache, strict=True)):
             here = slots if self.config.window_of(layer) is None else in_window
-            x, pages = block.decode(x, rows.positions, here, pages, run, parallel)
+            x, update, pages = block.decode(x, update, rows.positions, here, pages, run, parallel)
             written.append(pages)
-        return parted(self.norm(x), batches), tuple(written)
+        _, hidden = add_and_norm(x, update, self.norm)
+        return parted(hidden, batches), tuple(written)
 
     def logits(self, hidden: Float[Array, "*batch D"], parallel: Parallel = ALONE) -> Float[Array, "*batch V"]:
         """Map final hidden states to logits, float32.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from codec_jax.forest import KVPages
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import Parallel
+from codec_jax.nnx.parts import Parts
 from codec_jax.nnx.rope import turns
 from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, Scales
@@ -37,7 +38,7 @@ def split_heads(
     config: DecoderConfig,
     parallel: Parallel,
     layer: int,
-    columns: Float[Array, "B T columns"],
+    columns: Float[Array, "B T columns"] | Parts,
     scales: Scales,
     positions: Int[Array, "B T"],
     slots: Int[Array, "B T"],
@@ -55,10 +56,11 @@ def split_heads(
 
     Returns the queries, and the pages.
     """
-    batch, sizes = columns.shape[:2], _sizes(config, parallel)
+    parts = columns.parts if isinstance(columns, Parts) else columns[None]
+    batch, sizes = parts.shape[1:3], _sizes(config, parallel)
     cos, sin = turns(positions.reshape(-1), config.head_dim // 2, *config.rope_of(layer))
     places = Places(cos, sin, slots.reshape(-1), pages.key, pages.value)
-    query, key, value = head_rows.split_heads(columns.reshape(-1, columns.shape[2]), scales, places, sizes)
+    query, key, value = head_rows.split_heads(parts.reshape(len(parts), -1, parts.shape[3]), scales, places, sizes)
     return query.reshape(*batch, *query.shape[1:]), replace(pages, key=key, value=value)
 
 

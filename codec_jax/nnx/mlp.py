@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.parts import Parts, multiply, reduce
 from pallas_kernels.gates import gated
 
 
@@ -21,14 +22,17 @@ class MLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> None:
         """Create the two projections, of another size than the config's if one is given."""
-        self.activation, size = config.activation, config.mlp_size if size is None else size
+        self.config, size = config, config.mlp_size if size is None else size
         self.gate_up = linear(config, config.hidden_size, 2 * size, rngs)
         self.down = linear(config, size, config.hidden_size, rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Map each token by itself."""
-        return self.down(gated(self.activation, *jnp.split(self.gate_up(x), 2, axis=-1)))
+        return self.down(self._gated(x))
 
-    def decode(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"]:
+    def decode(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"] | Parts:
         """Map each token by itself; inside of `jax.shard_map`, by the devices among which the columns are divided."""
-        return parallel.reduce(self(x))
+        return reduce(parallel, multiply(self.config, parallel, self.down, self._gated(x)))
+
+    def _gated(self, x: Float[Array, "B T D"]) -> Float[Array, "B T M"]:
+        return gated(self.config.activation, *jnp.split(self.gate_up(x), 2, axis=-1))

@@ -14,6 +14,7 @@ from codec_jax.nnx.dense_attention import dense_attention
 from codec_jax.nnx.mlp import linear
 from codec_jax.nnx.norm import RMSNorm, reciprocal_root_mean_square
 from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.parts import Parts, multiply
 from codec_jax.nnx.rope import rotate
 
 
@@ -69,7 +70,7 @@ class Attention(nnx.Module):
         pages: KVPages,
         attend: Attend,
         parallel: Parallel = ALONE,
-    ) -> tuple[Float[Array, "B T D"], KVPages]:
+    ) -> tuple[Float[Array, "B T D"] | Parts, KVPages]:
         """Store K and V of the T tokens in their slots, then attend to each request's whole context. Jittable.
 
         Args:
@@ -81,18 +82,23 @@ class Attention(nnx.Module):
             a call of `forest_attention`.
           parallel: the devices among which weights, heads and pages are divided; one by default.
 
-        Returns [B, T, D], of several devices the part of a sum that this one has, and the pages.
+        Returns [B, T, D], of several devices the part of a sum that this one has, of one perhaps all parts; and the
+        pages.
         """
         config = self.config
         if head_split.serves(config, parallel, slots.size):
             scales = (self.query_norm.scale[...], self.key_norm.scale[...]) if config.qk_norm else None
-            columns = self._columns(x, parallel)
+            columns = multiply(config, parallel, self.query_key_value, x)
+            columns = columns if isinstance(columns, Parts) else self._gather(columns, parallel)
             places = positions, slots, pages
             query, pages = head_split.split_heads(config, parallel, self.layer, columns, scales, *places)
         else:
             query, key, value = self._project(x, positions, parallel)
             pages = pages.write(slots, key, value)
-        return self._merge(attend(query, pages, self._scoring()), parallel), pages
+        heads = attend(query, pages, self._scoring())
+        if config.out_bias:
+            return self._merge(heads, parallel), pages
+        return multiply(config, parallel, self.out, heads.reshape(*heads.shape[:2], -1)), pages
 
     def _scoring(self) -> Scoring:
         """Return how the layer makes weights of queries and keys."""
@@ -100,14 +106,14 @@ class Attention(nnx.Module):
         sinks = self.sinks[...].astype(jnp.float32) if config.sinks else None
         return Scoring(config.window_of(self.layer), config.scale, config.softcap, sinks)
 
-    def _columns(self, x: Array, parallel: Parallel) -> Array:
+    def _gather(self, columns: Array, parallel: Parallel) -> Array:
         """Return queries, keys and values of the heads that this device attends with."""
-        return parallel.gather(self.query_key_value(x), parallel.columns(self.config))
+        return parallel.gather(columns, parallel.columns(self.config))
 
     def _project(self, x: Array, positions: Array, parallel: Parallel = ALONE) -> tuple[Array, Array, Array]:
         config = self.config
         num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-        heads = self._columns(x, parallel).reshape(*x.shape[:2], -1, config.head_dim)
+        heads = self._gather(self.query_key_value(x), parallel).reshape(*x.shape[:2], -1, config.head_dim)
         # Queries and keys together, and rounded once, so that XLA needs one reduction for the norms of all heads and
         # does the rest in the very kernels that store them.
         turning, value = jnp.split(heads, [num_q_heads + num_kv_heads], axis=2)

@@ -1,6 +1,6 @@
 """One kernel for heads on their way from a product to attention: norm, rotation, and K and V to their pages.
 
-    one thread block for each (4 rows, head), one row a warp:
+    one thread block for each (4 rows, head), one row a warp, whose parts it adds up:
 
         queries ─► norm ─► rotation ─────────────────────────► registers to the query
         keys    ─► norm ─► rotation ─► rows in shared memory ─► one copy a row, to its token slot
@@ -10,6 +10,7 @@ A head is two halves, [4, H / 2] in registers each, as rotation takes one number
 they are: the kernel gets references, and XLA passes the arrays on without a copy where the caller gives them up.
 """
 
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,9 +33,9 @@ def split_heads(
     columns: jax.Array, scales: Scales, places: Places, sizes: HeadSizes
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the query and the pages, as `head_rows.split_heads` promises."""
-    count, dtype = columns.shape[0], columns.dtype
+    (parts, count, _), dtype = columns.shape, places.key_pages.dtype
     inputs = {
-        "columns": columns.reshape(count, sizes.num_heads, 2, sizes.half),
+        "columns": columns.reshape(parts, count, sizes.num_heads, 2, sizes.half),
         "cos": places.cos,
         "sin": places.sin,
         "slots": places.slots,
@@ -58,7 +59,7 @@ def split_heads(
 
 def _split(refs: Any, sizes: HeadSizes) -> None:
     """Do the rows and the head of one thread block."""
-    total = refs.columns.shape[0]
+    parts, total = refs.columns.shape[:2]
     # The last thread block has rows of the one before it, too: both write the same.
     first = jnp.minimum(lax.axis_index("rows") * BLOCK_ROWS, total - BLOCK_ROWS)
     rows, head = pl.ds(first, BLOCK_ROWS), lax.axis_index("heads")
@@ -66,8 +67,9 @@ def _split(refs: Any, sizes: HeadSizes) -> None:
     spread = _spread(sizes)
 
     def loaded() -> Halves:
-        left, right = (load(refs.columns.at[rows, head, part], spread) for part in range(2))  # [4, H / 2]
-        return left.astype(jnp.float32), right.astype(jnp.float32)
+        columns = [[load(refs.columns.at[i, rows, head, half], spread) for half in range(2)] for i in range(parts)]
+        left, right = (reduce(jnp.add, (x.astype(jnp.float32) for x in half)) for half in zip(*columns, strict=True))
+        return left, right  # [4, H / 2] each
 
     def store_rows(pages: Any, halves: Halves, kv_head: jax.Array) -> None:
         slots = [refs.slots[first + i] for i in range(BLOCK_ROWS)]

@@ -147,7 +147,8 @@ def test_kernels_of_a_token_are_summed_by_the_part_of_a_step(monkeypatch: pytest
         ("cmap_body_mosaic_gpu_kernel", 5.0),
         ("fusion_7_1", 3.0),
         ("loop_add_fusion", 6.0),
-        ("split_heads_mosaic_gpu_kernel", 1.0),
+        ("split_heads_mosaic_gpu_kernel", 0.75),
+        ("add_norm_mosaic_gpu_kernel", 0.25),
         ("arranged_mosaic_gpu_kernel", 10.0),
         ("cmap_experts_mosaic_gpu_kernel", 9.0),
         ("gemm_fusion_dot_general_0", 7.0),
@@ -156,7 +157,7 @@ def test_kernels_of_a_token_are_summed_by_the_part_of_a_step(monkeypatch: pytest
     ]
     monkeypatch.setattr(decoding, "kernels_of", lambda step: ran * STEPS)
     row = decoding.kernel_fields(None)
-    assert (row["kernel_us"], row["launches"]) == (55.0, 10.0)
+    assert (row["kernel_us"], row["launches"]) == (55.0, 11.0)
     parts = {part: row[f"{part}_us"] for part in ("attention", "products", "experts", "other")}
     assert parts == {"attention": 9.0, "products": 15.0, "experts": 9.0, "other": 22.0}
     monkeypatch.setattr(decoding, "kernels_of", lambda step: [("fusion", 2.0)])

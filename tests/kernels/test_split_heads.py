@@ -18,23 +18,23 @@ PLAIN, PLUS_ONE = Norm(1e-6, plus_one=False), Norm(1e-3, plus_one=True)
 
 @pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of JAX 0.10 knows no layouts")
 @pytest.mark.parametrize(
-    ("rows", "sizes"),
+    ("rows", "sizes", "parts"),
     [
-        (6, sizes_of(2, 1, PLUS_ONE)),
-        (4, sizes_of(1, 1, None)),
-        (4, sizes_of(1, 1, None, 64)),
-        (5, sizes_of(1, 1, PLAIN, 256)),
+        (6, sizes_of(2, 1, PLUS_ONE), 1),
+        (4, sizes_of(1, 1, None), 2),
+        (4, sizes_of(1, 1, None, 64), 1),
+        (5, sizes_of(1, 1, PLAIN, 256), 4),
     ],
     ids=str,
 )
 def test_interpreted_heads_equal_float64_without_races(
-    rows: int, sizes: HeadSizes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    rows: int, sizes: HeadSizes, parts: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rows that two thread blocks write are the same twice, which the interpreter takes for a race.
     params = plgpu.InterpretGPUParams(detect_races=rows % 4 == 0)
     monkeypatch.setattr(pl, "kernel", partial(pl.kernel, interpret=params))
     split_heads.clear_cache()
-    call = random_call(rows, sizes)
+    call = random_call(rows, sizes, parts=parts)
     check_heads(split_heads(*call, sizes), *call, sizes)
     split_heads.clear_cache()
     assert "RACE DETECTED" not in capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_on_a_mesh_each_device_keeps_its_pages_where_they_are() -> None:
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     whole, each = sizes_of(32, 8, PLAIN), sizes_of(16, 4, PLAIN)
     columns, heads = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
-    in_specs = columns, PartitionSpec(), Places(*(PartitionSpec(),) * 3, heads, heads)
+    in_specs = PartitionSpec(None, *columns), PartitionSpec(), Places(*(PartitionSpec(),) * 3, heads, heads)
     split = jax.shard_map(
         partial(split_heads, sizes=each), mesh=mesh, in_specs=in_specs, out_specs=(columns, heads, heads)
     )
@@ -70,7 +70,7 @@ def test_on_a_mesh_each_device_keeps_its_pages_where_they_are() -> None:
     sizes_of(32, 8, PLAIN), sizes_of(12, 4, PLUS_ONE), sizes_of(8, 8, None), sizes_of(64, 8, None, 64),
     sizes_of(16, 8, PLUS_ONE, 256),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("rows", [4, 17, 64, 511, 512, 2055])
-def test_heads_equal_float64(rows: int, sizes: HeadSizes, dtype: jnp.dtype) -> None:
-    call = random_call(rows, sizes, dtype)
+@pytest.mark.parametrize(("rows", "parts"), [(4, 1), (16, 4), (17, 1), (64, 2), (511, 1), (512, 1), (2055, 1)])
+def test_heads_equal_float64(rows: int, parts: int, sizes: HeadSizes, dtype: jnp.dtype) -> None:
+    call = random_call(rows, sizes, dtype, parts)
     check_heads(split_heads(*call, sizes), *call, sizes)

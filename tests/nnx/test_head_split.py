@@ -36,7 +36,7 @@ def _hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def split_heads(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> tuple[Any, Any, Any]:
     """What the kernel does, by means of the pages' own writing."""
-    heads = columns.reshape(len(columns), sizes.num_heads, sizes.head_dim)
+    heads = columns.sum(0).reshape(columns.shape[1], sizes.num_heads, sizes.head_dim)
     query, key, value = jnp.split(heads, [sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads], axis=1)
 
     def turned(x: Any, stored: Any) -> Any:

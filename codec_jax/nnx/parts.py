@@ -1,0 +1,117 @@
+"""Products that leave their sums in parts, for the kernel that needs them to add up.
+
+    x ─► product ─► S parts ─► + hidden states ─► norm     `add_and_norm`, one kernel
+                            ─► heads                       `head_split`, one kernel
+
+With few rows a product takes as long as reading its weights. If these are few, too few thread blocks read them, so the
+depth of the sum is divided. XLA does so by itself, and then has one more kernel add the parts up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.norm import RMSNorm
+from codec_jax.nnx.parallel import Parallel
+from pallas_kernels.hopper import add_norm
+from pallas_kernels.hopper.head_rows import Norm
+
+#: Parts at most, and numbers of the depth that each has at least: as many for every row, so that what is written, and
+#: read again, is a quarter of what the weights are.
+_MOST, _DEPTH, _DEPTH_OF_ROW = 8, 512, 16
+#: Thread blocks that read as fast as a GPU can, of so many columns each; and the depth from which on XLA divides
+#: it further.
+_BLOCKS, _COLUMNS, _TOO_DEEP = 256, 64, 4096
+
+
+class Parts(NamedTuple):
+    """A sum that nobody has added up yet."""
+
+    parts: Float[Array, "S *rows N"]  # float32
+
+
+def serves(config: DecoderConfig, parallel: Parallel) -> bool:
+    """Whether kernels of the default device add up what the layers of a decoder leave in parts.
+
+    Args:
+      config: of the decoder.
+      parallel: the devices among which it is divided; several exchange whole sums.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    is_of_one_device = set(here.axis_names) == set(here.manual_axes)  # XLA cannot divide a kernel among several
+    is_plain = config.norm_placement == "before" and not parallel.axes
+    reason = add_norm.why_not(config.hidden_size, config.dtype, jax.devices()[0])
+    return is_plain and is_of_one_device and reason is None
+
+
+def multiply(
+    config: DecoderConfig, parallel: Parallel, linear: nnx.Linear, x: Float[Array, "*rows depth"]
+) -> Float[Array, "*rows columns"] | Parts:
+    """Apply a product, and leave it in parts if that is faster.
+
+    Args:
+      config: of the decoder.
+      parallel: the devices among which it is divided.
+      linear: the product.
+      x: what is multiplied.
+    """
+    depth, columns = linear.kernel[...].shape
+    rows = x.size // depth
+    count = 1 if linear.use_bias or not serves(config, parallel) else number_of_parts(depth, columns, rows)
+    if count == 1:
+        return linear(x)
+    by_part = x.astype(linear.dtype).reshape(rows, count, -1)
+    weights = linear.kernel[...].astype(linear.dtype).reshape(count, -1, columns)
+    dimensions = ((2,), (1,)), ((1,), (0,))
+    parts = lax.dot_general(by_part, weights, dimensions, preferred_element_type=jnp.float32)
+    return Parts(parts.reshape(count, *x.shape[:-1], columns))
+
+
+def number_of_parts(depth: int, columns: int, rows: int) -> int:
+    """Choose how many parts a product is left in, a power of 2 that divides its depth.
+
+    Args:
+      depth: numbers of a row that are multiplied and added up.
+      columns: of the weights.
+      rows: that are multiplied with them.
+
+    >>> number_of_parts(9728, 2560, rows=16), number_of_parts(2560, 19456, rows=16), number_of_parts(2560, 6144, 512)
+    (8, 1, 1)
+    """
+    most = min(_MOST, depth // max(_DEPTH, _DEPTH_OF_ROW * rows))
+    wanted = max(_BLOCKS * _COLUMNS / columns, depth / _TOO_DEEP)
+    count = 1
+    while count < wanted and 2 * count <= most and depth % (2 * count) == 0:
+        count *= 2
+    return count
+
+
+def reduce(parallel: Parallel, update: Float[Array, "*rows D"] | Parts) -> Float[Array, "*rows D"] | Parts:
+    """Add up what all devices have of a product; there is one where it is left in parts."""
+    return update if isinstance(update, Parts) else parallel.reduce(update)
+
+
+def add_and_norm(
+    x: Float[Array, "*rows D"], update: Float[Array, "*rows D"] | Parts | None, norm: RMSNorm
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Return hidden states with what a layer adds to them, and the norm of that.
+
+    Args:
+      x: hidden states.
+      update: what is added; None for nothing.
+      norm: the norm of what comes next.
+    """
+    if isinstance(update, Parts):
+        rows, parts = x.reshape(-1, x.shape[-1]), update.parts.reshape(len(update.parts), -1, x.shape[-1])
+        sums = add_norm.add_and_norm(rows, parts, norm.scale[...], Norm(norm.epsilon, norm.plus_one))
+        total, normed = (each.reshape(x.shape) for each in sums)
+        return total, normed
+    x = x if update is None else x + update
+    return x, norm(x)
