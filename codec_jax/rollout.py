@@ -32,7 +32,9 @@ from codec_jax.nnx.batch import Scoring
 from codec_jax.nnx.decoder import Decoder
 from codec_jax.nnx.dense_attention import dense_attention
 from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.parts import add_and_norm
 from codec_jax.nnx.replicas import replicated
 from codec_jax.nnx.request import Request
 
@@ -126,12 +128,12 @@ class Policy(Decoder):
                 key, value = pages.key.astype(query.dtype), pages.value.astype(query.dtype)
             return dense_attention(query, key, value, positions, scoring, attention_mask)
 
-        x, written = self.embed(tokens), []
+        x, update, written, alone = self.embed(tokens), None, [], Parallel(differentiable=True)
         for block, pages in zip(self.blocks, given.pages, strict=True):
-            x, pages = block.decode(x, positions, slots, pages, attend)
+            x, update, pages = block.decode(x, update, positions, slots, pages, attend, alone)
             written.append(pages)
-        filled = DenseCache(tuple(written), given.length + count)
-        return self.logits(self.norm(x)), None if cache is None else filled
+        _, hidden = add_and_norm(alone, x, update, self.norm)
+        return self.logits(hidden), None if cache is None else DenseCache(tuple(written), given.length + count)
 
 
 class EngineRollout(BaseRollout):

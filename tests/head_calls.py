@@ -19,7 +19,7 @@ def sizes_of(q_heads: int, kv_heads: int, norm: Norm | None, head_dim: int = 128
 def random_call(
     rows: int, sizes: HeadSizes, dtype: Any = jnp.bfloat16, parts: int = 1
 ) -> tuple[jax.Array, Scales, Places]:
-    """Rows go to slots in any order, some of them nowhere, and the last value is not finite. Several parts are float32."""
+    """Rows go to slots in any order, some of them nowhere; the last value is not finite. Several parts are float32."""
     rng = np.random.default_rng(rows)
 
     def draw(*shape: int) -> jax.Array:

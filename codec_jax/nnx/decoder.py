@@ -24,7 +24,7 @@ from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
 from codec_jax.nnx.mlp import MLP, linear
 from codec_jax.nnx.norm import RMSNorm
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.nnx.parts import Parts, add_and_norm, reduce
+from codec_jax.nnx.parts import Parts, add_and_norm
 from codec_jax.nnx.self_attention import Attention
 
 
@@ -60,24 +60,27 @@ class Block(nnx.Module):
         pages: Pages,
         attend: Attend,
         parallel: Parallel = ALONE,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | Parts, Pages]:
-        """Attention over a forest, then the MLP; what the layer before adds to x comes with it, and so it returns."""
-        x, normed = self._join("attention", x, update)
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | Parts | None, Pages]:
+        """Attention over a forest, then the MLP; x comes with what the layer before adds to it, and returns so."""
+        x, normed = self._entering("attention", x, update, parallel)
         attended, pages = self.attention.decode(normed, positions, slots, pages, attend, parallel)
-        x, normed = self._join("mlp", x, self._after("attention", reduce(parallel, attended)))
-        return x, self._after("mlp", self.mlp.decode(normed, parallel)), pages
+        x, normed = self._entering("mlp", *self._leaving("attention", x, attended, parallel), parallel)
+        return *self._leaving("mlp", x, self.mlp.decode(normed, parallel), parallel), pages
 
-    def _join(self, part: str, x: Array, update: Array | Parts | None) -> tuple[Array, Array]:
-        """Return x with what is added to it, and what a part of the layer is given of it."""
-        if self.placement != "after":
-            return add_and_norm(x, update, getattr(self, f"{part}_norm"))
-        x = x if update is None else x + update
-        return x, x
+    def _entering(self, part: str, x: Array, update: Array | Parts | None, parallel: Parallel) -> tuple[Array, Array]:
+        """Return x with what is to be added to it, and what a part of the layer is given of it."""
+        if self.placement == "after":
+            return x, x
+        return add_and_norm(parallel, x, update, getattr(self, f"{part}_norm"))
+
+    def _leaving(self, part: str, x: Array, update: Any, parallel: Parallel) -> tuple[Array, Any]:
+        """Add what a part of the layer gives if it is normed before; the rest waits for the norm that comes next."""
+        return (x, update) if self.placement == "before" else (x + self._after(part, parallel.reduce(update)), None)
 
     def _before(self, part: str, x: Array) -> Array:
         return x if self.placement == "after" else getattr(self, f"{part}_norm")(x)
 
-    def _after(self, part: str, x: Any) -> Any:
+    def _after(self, part: str, x: Array) -> Array:
         return x if self.placement == "before" else getattr(self, f"{part}_out_norm")(x)
 
 
@@ -211,7 +214,7 @@ class Decoder(nnx.Module):
             here = slots if self.config.window_of(layer) is None else in_window
             x, update, pages = block.decode(x, update, rows.positions, here, pages, run, parallel)
             written.append(pages)
-        _, hidden = add_and_norm(x, update, self.norm)
+        _, hidden = add_and_norm(parallel, x, update, self.norm)
         return parted(hidden, batches), tuple(written)
 
     def logits(self, hidden: Float[Array, "*batch D"], parallel: Parallel = ALONE) -> Float[Array, "*batch V"]:

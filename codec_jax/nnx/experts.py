@@ -44,12 +44,13 @@ class Experts(nnx.Module):
         return self._with_shared(x, mapped)
 
     def decode(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"]:
-        """Map each token by its experts alone; inside of `jax.shard_map`, each device by those that it has."""
+        """Map each token by its experts alone; of several devices each by those that it has, and all shares add up."""
         rows = x.reshape(-1, x.shape[-1])
         chosen = self._choose(rows)
         chosen = chosen._replace(expert=parallel.here(chosen.expert, self.mixture.num_experts))
-        mapped = map_tokens(rows, chosen, self._weights(), self.activation).reshape(x.shape)
-        return parallel.reduce(self._with_shared(x, mapped))
+        run = map_densely if parallel.differentiable else map_tokens
+        mapped = run(rows, chosen, self._weights(), self.activation).reshape(x.shape)
+        return self._with_shared(x, mapped)
 
     def _with_shared(self, x: Float[Array, "B T D"], mapped: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return mapped if self.mixture.shared_size is None else mapped + self.shared(x)

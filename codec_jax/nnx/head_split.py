@@ -28,6 +28,8 @@ def serves(config: DecoderConfig, parallel: Parallel, rows: int) -> bool:
     is_plain = config.cache_dtype == jnp.dtype(config.dtype) and not (
         config.qk_norm and config.qk_norm_over == "projection"
     )
+    if parallel.differentiable:
+        return False
     here = jax.sharding.get_abstract_mesh()
     is_of_one_device = set(here.axis_names) == set(here.manual_axes)  # XLA cannot divide a kernel among several
     sizes = _sizes(config, parallel)

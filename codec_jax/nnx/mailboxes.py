@@ -1,6 +1,6 @@
 """Sums, gathers and merges over the GPUs of one process, by kernels that write to each other's memory.
 
-    sums     of hidden states, over all devices
+    sums     of hidden states, over all devices, perhaps with the norm that comes next
     gathers  of queries, keys and values, over the devices of a group that compute parts of them
     merges   of attention, over the devices of a group that have parts of the pages
 
@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size
-from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges, of_rows
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
+from pallas_kernels.hopper.head_rows import Norm
 from pallas_kernels.hopper.tiling import why_not_on
 
 
@@ -78,6 +79,15 @@ class Mailbox:
         return cls._open(seed, x, of_arrays(x, devices, stride))
 
     @classmethod
+    def for_rows(cls, seed: Any, x: Any, devices: int, stride: int = 1) -> Mailbox | None:
+        """Make one for sums of arrays like x, [..., D], and their norms; None if they are not for the kernel.
+
+        Args:
+          seed, x, devices, stride: as in `for_arrays`.
+        """
+        return cls._open(seed, x, of_rows(x, devices, stride))
+
+    @classmethod
     def for_columns(cls, seed: Any, x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> Mailbox | None:
         """Make one for gathers of arrays like x, [..., columns]; None if they are not for the kernel.
 
@@ -111,6 +121,11 @@ class Mailbox:
         """Return 0, which there is not before there is the mailbox: who has that of all devices may send."""
         return self.memory[1][...][0]
 
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether sums go through it with the norm that comes next."""
+        return self.sizes.row > 0
+
     def takes(self, x: Float[Array, "*shape"]) -> bool:
         """Whether it is for arrays like x."""
         return (x.shape, x.dtype) == self.like
@@ -120,6 +135,17 @@ class Mailbox:
         from pallas_kernels.between_devices.add_up import add_up
 
         return self._run(add_up, x)
+
+    def add_up_and_norm(
+        self, x: Float[Array, "*rows D"], parts: Float[Array, "S *rows D"], factors: Float[Array, " D"], norm: Norm
+    ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+        """Return x plus the sum of what the devices have in parts, and its norm; of a mailbox for rows."""
+        from pallas_kernels.between_devices.add_up_and_norm import add_up_and_norm
+
+        rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
+        sums = self._run(partial(add_up_and_norm, norm=norm), rows, parts.reshape(len(parts), -1, width), factors)
+        total, normed = (each.reshape(x.shape) for each in sums)
+        return total, normed
 
     def collect(self, x: Float[Array, "*rows columns"], parts: Sequence[int]) -> Float[Array, "*rows all"]:
         """Return the columns of all devices of a group: of each part all of theirs, then of the next one."""

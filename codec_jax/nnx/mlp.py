@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.nnx.parts import Parts, multiply, reduce
+from codec_jax.nnx.parts import Parts, multiply
 from pallas_kernels.gates import gated
 
 
@@ -31,8 +31,8 @@ class MLP(nnx.Module):
         return self.down(self._gated(x))
 
     def decode(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"] | Parts:
-        """Map each token by itself; inside of `jax.shard_map`, by the devices among which the columns are divided."""
-        return reduce(parallel, multiply(self.config, parallel, self.down, self._gated(x)))
+        """Map each token by itself; of several devices each has a share, which add up to what all columns give."""
+        return multiply(self.config, parallel, self.down, self._gated(x))
 
     def _gated(self, x: Float[Array, "B T D"]) -> Float[Array, "B T M"]:
         return gated(self.config.activation, *jnp.split(self.gate_up(x), 2, axis=-1))

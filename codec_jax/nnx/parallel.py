@@ -56,6 +56,7 @@ class Parallel:
     sums: Mailbox | None = field(default=None, compare=False)  # of hidden states, from `embed` on
     gathers: Mailbox | None = field(default=None, compare=False)  # of columns
     merges: Mailbox | None = field(default=None, compare=False)  # of attention
+    differentiable: bool = False  # what is computed: by XLA alone then, as kernels have no derivatives
 
     @classmethod
     def of(cls, mesh: Mesh | None) -> Parallel:
@@ -148,7 +149,10 @@ class Parallel:
                 own = [size // self.context for size in self.columns(config)]
                 of_columns = jax.ShapeDtypeStruct((*x.shape[:2], sum(own)), x.dtype)
                 gathers = Mailbox.for_columns(token + 2, of_columns, own, *group)
-        return replace(self, sums=Mailbox.for_arrays(token, x, self.devices), gathers=gathers, merges=merges)
+        # Where a norm comes right after a sum, rows that have both in one kernel.
+        by_rows = Mailbox.for_rows(token, x, self.devices) if config.norm_placement == "before" else None
+        sums = by_rows or Mailbox.for_arrays(token, x, self.devices)
+        return replace(self, sums=sums, gathers=gathers, merges=merges)
 
     def join(self, logits: Float[Array, "*part"], axis: int = -1) -> Float[Array, "*whole"]:
         """Return the logits of which each device has a run along an axis: of the vocabulary, or of the rows."""

@@ -1,6 +1,6 @@
 """Products that leave their sums in parts, for the kernel that needs them to add up.
 
-    x ─► product ─► S parts ─► + hidden states ─► norm     `add_and_norm`, one kernel
+    x ─► product ─► S parts ─► + hidden states ─► norm     `add_and_norm`, one kernel, also over several devices
                             ─► heads                       `head_split`, one kernel
 
 With few rows a product takes as long as reading its weights. If these are few, too few thread blocks read them, so the
@@ -42,13 +42,15 @@ def serves(config: DecoderConfig, parallel: Parallel) -> bool:
 
     Args:
       config: of the decoder.
-      parallel: the devices among which it is divided; several exchange whole sums.
+      parallel: the devices among which it is divided, as they are within a step.
     """
+    if parallel.differentiable or config.norm_placement != "before":
+        return False
+    if parallel.axes:
+        return parallel.sums is not None and parallel.sums.is_by_rows
     here = jax.sharding.get_abstract_mesh()
     is_of_one_device = set(here.axis_names) == set(here.manual_axes)  # XLA cannot divide a kernel among several
-    is_plain = config.norm_placement == "before" and not parallel.axes
-    reason = add_norm.why_not(config.hidden_size, config.dtype, jax.devices()[0])
-    return is_plain and is_of_one_device and reason is None
+    return is_of_one_device and add_norm.why_not(config.hidden_size, config.dtype, jax.devices()[0]) is None
 
 
 def multiply(
@@ -93,25 +95,26 @@ def number_of_parts(depth: int, columns: int, rows: int) -> int:
     return count
 
 
-def reduce(parallel: Parallel, update: Float[Array, "*rows D"] | Parts) -> Float[Array, "*rows D"] | Parts:
-    """Add up what all devices have of a product; there is one where it is left in parts."""
-    return update if isinstance(update, Parts) else parallel.reduce(update)
-
-
 def add_and_norm(
-    x: Float[Array, "*rows D"], update: Float[Array, "*rows D"] | Parts | None, norm: RMSNorm
+    parallel: Parallel, x: Float[Array, "*rows D"], update: Float[Array, "*rows D"] | Parts | None, norm: RMSNorm
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Return hidden states with what a layer adds to them, and the norm of that.
 
     Args:
+      parallel: the devices among which the layer is divided.
       x: hidden states.
-      update: what is added; None for nothing.
+      update: what is added, of several devices the share of this one; None for nothing.
       norm: the norm of what comes next.
     """
+    if update is None:
+        return x, norm(x)
+    learned = norm.scale[...], Norm(norm.epsilon, norm.plus_one)
+    if parallel.sums is not None and parallel.sums.is_by_rows:
+        parts = update.parts if isinstance(update, Parts) else update[None]
+        return parallel.sums.add_up_and_norm(x, parts, *learned)
     if isinstance(update, Parts):
         rows, parts = x.reshape(-1, x.shape[-1]), update.parts.reshape(len(update.parts), -1, x.shape[-1])
-        sums = add_norm.add_and_norm(rows, parts, norm.scale[...], Norm(norm.epsilon, norm.plus_one))
-        total, normed = (each.reshape(x.shape) for each in sums)
+        total, normed = (each.reshape(x.shape) for each in add_norm.add_and_norm(rows, parts, *learned))
         return total, normed
-    x = x if update is None else x + update
+    x = x + parallel.reduce(update)
     return x, norm(x)

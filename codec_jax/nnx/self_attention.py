@@ -88,8 +88,9 @@ class Attention(nnx.Module):
         config = self.config
         if head_split.serves(config, parallel, slots.size):
             scales = (self.query_norm.scale[...], self.key_norm.scale[...]) if config.qk_norm else None
-            columns = multiply(config, parallel, self.query_key_value, x)
-            columns = columns if isinstance(columns, Parts) else self._gather(columns, parallel)
+            is_whole = self.query_key_value.kernel[...].shape[1] == sum(parallel.columns(config))
+            product = self.query_key_value
+            columns = multiply(config, parallel, product, x) if is_whole else self._columns(x, parallel)
             places = positions, slots, pages
             query, pages = head_split.split_heads(config, parallel, self.layer, columns, scales, *places)
         else:
@@ -106,14 +107,14 @@ class Attention(nnx.Module):
         sinks = self.sinks[...].astype(jnp.float32) if config.sinks else None
         return Scoring(config.window_of(self.layer), config.scale, config.softcap, sinks)
 
-    def _gather(self, columns: Array, parallel: Parallel) -> Array:
+    def _columns(self, x: Array, parallel: Parallel) -> Array:
         """Return queries, keys and values of the heads that this device attends with."""
-        return parallel.gather(columns, parallel.columns(self.config))
+        return parallel.gather(self.query_key_value(x), parallel.columns(self.config))
 
     def _project(self, x: Array, positions: Array, parallel: Parallel = ALONE) -> tuple[Array, Array, Array]:
         config = self.config
         num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
-        heads = self._gather(self.query_key_value(x), parallel).reshape(*x.shape[:2], -1, config.head_dim)
+        heads = self._columns(x, parallel).reshape(*x.shape[:2], -1, config.head_dim)
         # Queries and keys together, and rounded once, so that XLA needs one reduction for the norms of all heads and
         # does the rest in the very kernels that store them.
         turning, value = jnp.split(heads, [num_q_heads + num_kv_heads], axis=2)

@@ -19,7 +19,7 @@ With three turns that follow each other in a circle nobody writes to what is bei
 Beside its own words a thread may share two with the threads next to it, of which the first one sends and empties them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -78,20 +78,34 @@ def empty(seed: jax.Array, sizes: Sizes) -> Memory:
     return Memory(*_kernel("empty_mailbox", body, out_type, sizes)(unvaried(seed)))
 
 
-def run(
-    name: str, thread: Callable[..., None], mailbox: Memory, inputs: Sequence[jax.Array], out_type: Any, sizes: Sizes
+def call(
+    name: str, body: Callable[..., None], mailbox: Memory, inputs: Sequence[jax.Array], out_type: Any, sizes: Sizes
 ) -> tuple[Memory, Any]:
-    """Run a kernel between devices; return the mailbox for the next call, and the results.
+    """Call a kernel between devices; return the mailbox for the next call, and the results.
 
     Args:
       name: of the kernel.
-      thread: does what one thread does, with the context of the kernel, a `Box`, and references to inputs and results.
+      body: does what a thread block does, with references to inputs, to slots and counts, and to results.
       mailbox: of `empty`, or of the call before.
       inputs: arrays.
       out_type: shapes and dtypes of the results.
       sizes: of the mailbox.
     """
-    refs, count = [jax.new_ref(unvaried(each)) for each in mailbox], len(inputs)
+    refs = [jax.new_ref(unvaried(each)) for each in mailbox]
+    results = _kernel(name, body, out_type, sizes)(*map(unvaried, inputs), *refs)
+    return Memory(*(jax.freeze(ref) for ref in refs)), results
+
+
+def run(
+    name: str, thread: Callable[..., None], mailbox: Memory, inputs: Sequence[jax.Array], out_type: Any, sizes: Sizes
+) -> tuple[Memory, Any]:
+    """Call a kernel between devices that is written thread by thread.
+
+    Args:
+      name, mailbox, inputs, out_type, sizes: as in `call`.
+      thread: does what one thread does, with the context of the kernel, a `Box`, and references to inputs and results.
+    """
+    count = len(inputs)
 
     def body(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -100,8 +114,7 @@ def run(
 
         all_of_it(*refs)
 
-    results = _kernel(name, body, out_type, sizes)(*map(unvaried, inputs), *refs)
-    return Memory(*(jax.freeze(ref) for ref in refs)), results
+    return call(name, body, mailbox, inputs, out_type, sizes)
 
 
 def _kernel(name: str, body: Any, out_type: Any, sizes: Sizes) -> Any:
@@ -123,9 +136,17 @@ class Box:
         """Take the references, and find out which thread this is."""
         self.sizes, self._slots, self._counts = sizes, slots, counts
         self._block = arith.index_cast(word_type(), gpu.block_id(gpu.Dimension.x))
-        #: The number of this thread among all, and its first word.
+        #: The number of this thread among all.
         self.thread = arith.addi(arith.muli(self._block, word(THREADS)), mgpu.utils.thread_idx())
-        self.first = arith.muli(self.thread, word(sizes.width))
+        chunk = arith.addi(arith.muli(self._block, word(sizes.chunks * THREADS)), mgpu.utils.thread_idx())
+        #: The first word of each chunk.
+        self.firsts = [arith.muli(arith.addi(chunk, word(i * THREADS)), word(sizes.width)) for i in range(sizes.chunks)]
+
+    @property
+    def first(self) -> Any:
+        """The first word of a thread that has one chunk."""
+        [first] = self.firsts
+        return first
 
     def everyone(self, context: Any, x: Any) -> tuple[Numbers, list[Any]]:
         """Send the numbers of this thread to every device; return how they are stored, and those of each device.
@@ -138,23 +159,24 @@ class Box:
         own = numbers.to_words(numbers.load(x, self.first))
         return numbers, [numbers.from_words(words) for words, _ in self.exchange(context, lambda _: (own, []))]
 
-    def exchange(self, context: Any, words_for: Callable[[Any], tuple[list[Any], list[Any]]]) -> list[tuple]:
-        """Send words to every device, and return what each of them sent.
+    def exchange(self, context: Any, words_for: Callable[[Any], tuple[list[Any], list[Any]]]) -> Iterator[tuple]:
+        """Send words to every device, and yield what each of them sent, as it is waited for.
 
         Args:
           context: of the kernel.
-          words_for: of a device's number, the words of this thread for it, and those that it shares; none is EMPTY.
+          words_for: of a device's number, the words of this thread for it, one chunk after another, and those that it
+            shares; none is EMPTY.
 
-        Returns the same two of each device.
+        Yields the same two of each device.
         """
         count = llvm.load(word_type(), at_index(global_memory(self._counts), [self._block], word_type()))
         turn = arith.remui(count, word(_TURNS))
         self._send(context, turn, words_for)
         self.empty(arith.remui(arith.addi(count, word(_TURNS - 1)), word(_TURNS)))
-        come = [self._receive(turn, device) for device in range(self.sizes.devices)]
         mgpu.utils.warpgroup_barrier()  # all have loaded the count
         self.set_count(arith.addi(count, word(1)))
-        return come
+        for device in range(self.sizes.devices):
+            yield self._receive(turn, device)
 
     def set_count(self, count: Any) -> None:
         """Say how many calls there were."""
@@ -165,7 +187,7 @@ class Box:
         """Make the slots of a turn EMPTY, where this thread has words."""
         for device in range(self.sizes.devices):
             place = self._place(turn, word(device))
-            self._store("st.global", self._slots, place, [word(EMPTY)] * self.sizes.width)
+            self._store("st.global", self._slots, place, [word(EMPTY)] * self.sizes.width * self.sizes.chunks)
             self._share("st.global", self._slots, place, [word(EMPTY)] * SHARED)
 
     @property
@@ -186,21 +208,22 @@ class Box:
 
     def _receive(self, turn: Any, device: int) -> tuple[list[Any], list[Any]]:
         place = self._place(turn, word(device))
-        words = self._wait(arith.addi(place, self.first), self.sizes.width)
-        return words, self._wait(arith.addi(place, self._shared), SHARED) if self.sizes.sharing else []
+        words = self._wait([arith.addi(place, first) for first in self.firsts], self.sizes.width)
+        return words, self._wait([arith.addi(place, self._shared)], SHARED) if self.sizes.sharing else []
 
-    def _wait(self, index: Any, width: int) -> list[Any]:
-        """Wait for words that begin at one of the slots."""
-        place = at_index(global_memory(self._slots), [index], word_type())
+    def _wait(self, indices: list[Any], width: int) -> list[Any]:
+        """Wait for so many words from each of some indices of the slots on; all are asked for at once."""
+        places = [at_index(global_memory(self._slots), [index], word_type()) for index in indices]
         names = ", ".join(f"${i}" for i in range(width))
         load = f"ld.relaxed.sys.global{_SHAPES[width]} {{{names}}}, [${width}];"
-        loop = scf.WhileOp([word_type()] * (1 + width), [word(0)])
+        types = [word_type()] * (1 + width * len(places))
+        loop = scf.WhileOp(types, [word(0)])
         before = loop.before.blocks.append(word_type())
         with ir.InsertionPoint(before):
-            come = instruct(load, place, results=width)
+            come = [each for place in places for each in instruct(load, place, results=width)]
             is_missing = reduce(arith.ori, [_equal(each, word(EMPTY)) for each in come])
             scf.condition(is_missing, [*before.arguments, *come])
-        after = loop.after.blocks.append(*[word_type()] * (1 + width))
+        after = loop.after.blocks.append(*types)
         with ir.InsertionPoint(after):
             looks = arith.addi(after.arguments[0], word(1))
             with mgpu.when(_equal(looks, word(_MOST_LOOKS))):
@@ -219,7 +242,9 @@ class Box:
         return arith.addi(word(self.sizes.words), arith.muli(share, word(SHARED)))
 
     def _store(self, instruction: str, slots: Any, place: Any, words: list[Any]) -> None:
-        _store(instruction, slots, arith.addi(place, self.first), words)
+        width = self.sizes.width
+        for i, first in enumerate(self.firsts):
+            _store(instruction, slots, arith.addi(place, first), words[i * width : (i + 1) * width])
 
     def _share(self, instruction: str, slots: Any, place: Any, words: list[Any]) -> None:
         if self.sizes.sharing:

@@ -64,7 +64,7 @@ def _merge(context: Any, box: Box, out: Any, row_max: Any, row_sum: Any, *merged
         words = numbers.to_words(numbers.load(out, arith.muli(thread, word(sizes.width))))
         return words, [each for ref in (row_max, row_sum) for each in one.to_words(one.load(ref, source))]
 
-    come = box.exchange(context, words_for)
+    come = list(box.exchange(context, words_for))
     outs = [numbers.from_words(words) for words, _ in come]
     maxima, sums = ([llvm.bitcast(ir.F32Type.get(), shared[i]) for _, shared in come] for i in range(2))
     greatest = reduce(arith.maximumf, maxima)

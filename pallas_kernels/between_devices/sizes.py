@@ -14,6 +14,8 @@ SHARED = 2
 _MOST_BYTES = 4 << 20
 #: A thread block waits for the same one of every other device, so all of them have to run at once.
 _MOST_BLOCKS = 1024
+#: More than that do not fit the registers of a thread.
+_MOST_CHUNKS = 8
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -24,16 +26,22 @@ class Sizes(NamedTuple):
     words: int  # that a device sends to another one, of 32 bits
     sharing: int = 0  # threads that share two words beside their own; 0 if none do
     stride: int = 1  # from one of the devices to the next, in the numbers of all
+    row: int = 0  # words of a row, if a thread block has all of a row
 
     @property
     def width(self) -> int:
         """Words that a thread sends at once."""
-        return math.gcd(self.words // THREADS, 4)
+        return math.gcd((self.row or self.words) // THREADS, 4)
+
+    @property
+    def chunks(self) -> int:
+        """How many times a thread sends so many words."""
+        return max(self.row // (THREADS * self.width), 1)
 
     @property
     def blocks(self) -> int:
-        """Thread blocks, each of which sends `width` words a thread."""
-        return self.words // (THREADS * self.width)
+        """Thread blocks, each of which sends `chunks` times `width` words a thread."""
+        return self.words // (THREADS * self.width * self.chunks)
 
     @property
     def slot(self) -> int:
@@ -55,6 +63,19 @@ def of_arrays(x: Any, devices: int, stride: int = 1) -> Sizes | None:
       devices, stride: as in `Sizes`.
     """
     return _checked(x, Sizes(devices, math.prod(x.shape) * x.dtype.itemsize // 4, stride=stride))
+
+
+def of_rows(x: Any, devices: int, stride: int = 1) -> Sizes | None:
+    """Return the sizes for sums of arrays like x, [..., D], by rows; None if they are not for the kernel.
+
+    Args:
+      x: anything with a shape and a dtype, bfloat16 or float16.
+      devices, stride: as in `Sizes`.
+    """
+    sizes, row = of_arrays(x, devices, stride), x.shape[-1] // 2
+    if sizes is None or x.dtype.itemsize != 2 or x.shape[-1] % (2 * THREADS):
+        return None
+    return sizes if (sizes := sizes._replace(row=row)).chunks <= _MOST_CHUNKS else None
 
 
 def of_columns(x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> Sizes | None:

@@ -55,7 +55,7 @@ def add_and_norm(
     given = x, parts, factors
     kernel = kernel_on_references(
         "add_norm",
-        lambda *refs: _add_and_norm(*refs, norm),
+        partial(_add_and_norm, norm=norm),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)] * 2,
         scratch_types=[],
         mesh=plgpu.Mesh(grid=(x.shape[0],), grid_names=("row",)),
@@ -68,10 +68,19 @@ def _add_and_norm(x: Any, parts: Any, factors: Any, total: Any, normed: Any, nor
     """Do the row of one thread block."""
     row, width = lax.axis_index("row"), x.shape[1]
     spread = plgpu.Layout.WG_STRIDED((width,), next(n for n in (4, 2, 1) if width % (n * _THREADS) == 0))
-    added = [load(each, spread) for each in (x.at[row], *(parts.at[i, row] for i in range(parts.shape[0])))]
-    factor = norm.factors(load(factors, spread))
-    rounded = reduce(jnp.add, (each.astype(jnp.float32) for each in added)).astype(x.dtype)
-    store(total.at[row], rounded)
+    added = sum_of([x.at[row], *(parts.at[i, row] for i in range(parts.shape[0]))], spread)
+    store_norm(added, norm.factors(load(factors, spread)), norm, total.at[row], normed.at[row])
+
+
+def sum_of(refs: list[Any], spread: Any) -> jax.Array:
+    """Load rows, all of them at once, and add them up; [D] in registers, float32."""
+    return reduce(jnp.add, (each.astype(jnp.float32) for each in [load(ref, spread) for ref in refs]))
+
+
+def store_norm(added: jax.Array, factors: jax.Array, norm: Norm, total: Any, normed: Any) -> None:
+    """Round a row [D], store it, and store its norm."""
+    rounded = added.astype(total.dtype)
+    store(total, rounded)
     exact = rounded.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.sum(exact * exact) / width + norm.epsilon)
-    store(normed.at[row], (exact * scale * factor).astype(normed.dtype))
+    scale = lax.rsqrt(jnp.sum(exact * exact) / added.shape[0] + norm.epsilon)
+    store(normed, (exact * scale * factors).astype(normed.dtype))

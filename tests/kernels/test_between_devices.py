@@ -19,6 +19,7 @@ from codec_jax.nnx import mailboxes
 from codec_jax.nnx.mailboxes import Mailbox
 from pallas_kernels.between_devices.sizes import of_arrays, of_merges
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
+from pallas_kernels.hopper.head_rows import Norm
 
 AXES = ("context", "tensor")
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -90,6 +91,15 @@ def sums_on(mesh: Mesh) -> Any:
     return each(mesh, lambda x: Mailbox.for_arrays(FIRST, x, mesh.size), lambda mailbox, x: mailbox.add_up(x))
 
 
+def norms_on(mesh: Mesh, norm: Norm) -> Any:
+    """Of hidden states, parts of each device's share, and factors."""
+
+    def of(part: Any) -> Mailbox | None:
+        return Mailbox.for_rows(FIRST, part[0], mesh.size)
+
+    return each(mesh, of, lambda mailbox, part: mailbox.add_up_and_norm(*part, norm))
+
+
 def group_of(mesh: Mesh) -> tuple[int, int]:
     """The devices along context, and the way from one to the next."""
     return mesh.shape["context"], 1 if mesh.axis_names[1] == "context" else mesh.shape["tensor"]
@@ -119,7 +129,11 @@ def merges_on(mesh: Mesh) -> Any:
 def test_an_exchange_is_one_kernel_that_keeps_its_memory_where_it_is(dtype: Any) -> None:
     mesh = mesh_of(2, 4, devices=jax.devices("cpu"))
     out, rows = jax.ShapeDtypeStruct((8, 3, 5, 1, 8, 64), dtype), jax.ShapeDtypeStruct((8, 3, 5, 1, 8), jnp.float32)
-    traced = sums_on(mesh).trace(out), gathers_on(mesh, (48, 16)).trace(out), merges_on(mesh).trace((out, rows, rows))
+    traced = [sums_on(mesh).trace(out), gathers_on(mesh, (48, 16)).trace(out), merges_on(mesh).trace((out, rows, rows))]
+    if dtype != jnp.float32:
+        states, share = ((8, 3, *shape) for shape in ((16, 1, 2560), (4, 16, 1, 2560)))
+        given = jax.ShapeDtypeStruct(states, dtype), jax.ShapeDtypeStruct(share, jnp.float32)
+        traced.append(norms_on(mesh, Norm(1e-6, False)).trace((*given, jax.ShapeDtypeStruct((8, 3, 2560), dtype))))
     for exchange in traced:
         text = exchange.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # one makes the mailbox
@@ -186,6 +200,30 @@ class TestOnSeveralGPUs:
         error = np.abs(totals - exact.sum(0)) / (np.abs(exact).sum(0) + 1e-30)
         assert error.max() <= 2.0 * float(jnp.finfo(dtype).eps)
         assert all((of_device == totals[0]).all() for of_device in totals)  # to the last bit
+
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    @pytest.mark.parametrize("norm", [Norm(1e-6, False), Norm(1e-3, True)], ids=str)
+    @pytest.mark.parametrize(
+        ("shape", "parts"), [((16, 1, 2560), 8), ((3, 1, 256), 1), ((64, 1, 5120), 4), ((5, 4, 1024), 2)], ids=str
+    )
+    def test_norms_of_sums_equal_float64(self, shape: tuple[int, ...], parts: int, norm: Norm, dtype: Any) -> None:
+        devices, rng = len(jax.devices()), np.random.default_rng(0)
+        x = np.broadcast_to(rng.normal(size=(CALLS, *shape)), (devices, CALLS, *shape))
+        share = rng.normal(size=(devices, CALLS, parts, *shape)).astype(np.float32)
+        share[:, 2] = -0.0  # whole words
+        factors = np.broadcast_to(rng.uniform(0.5, 1.5, (CALLS, shape[-1])), (devices, CALLS, shape[-1]))
+        x, factors = (np.asarray(jnp.asarray(each, dtype)) for each in (x, factors))
+        run = norms_on(mesh_of(1, devices), norm)
+        total, normed = (np.asarray(each, np.float64) for each in run((x, share, factors)))
+        eps, exact_x = float(jnp.finfo(dtype).eps), np.asarray(x[0], np.float64)
+        of_devices = share.astype(np.float64).sum(2)
+        error = np.abs(total[0] - exact_x - of_devices.sum(0)) / (np.abs(exact_x) + np.abs(of_devices).sum(0) + 1e-30)
+        assert error.max() <= eps
+        scale = 1 / np.sqrt((total[0] ** 2).mean(-1, keepdims=True) + norm.epsilon)
+        learned = np.asarray(factors[0], np.float64).reshape(CALLS, *(1,) * (len(shape) - 1), -1) + norm.plus_one
+        np.testing.assert_allclose(normed[0], total[0] * scale * learned, rtol=1.1 * eps, atol=1e-5)
+        for each_of in (total, normed):
+            assert all((of_device == each_of[0]).all() for of_device in each_of)  # to the last bit
 
     def test_what_is_not_finite_stays_so(self) -> None:
         devices = len(jax.devices())

@@ -21,7 +21,8 @@ from jax.sharding import AxisType, Mesh
 from codec_jax.attention.exchange import merge_heads
 from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, mailboxes, parallel
 from codec_jax.nnx.mailboxes import Mailbox
-from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges, of_rows
+from pallas_kernels.hopper.head_rows import Norm
 
 CONFIG = DecoderConfig(
     VOCAB, 32, 48, num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=32, dtype=jnp.float32, param_dtype=jnp.float32,
@@ -47,6 +48,14 @@ class Collectives(Mailbox):
     def add_up(self, x: Any) -> Any:
         axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
         return self.count("sums", lambda x: lax.psum(x, axes), x)
+
+    def add_up_and_norm(self, x: Any, parts: Any, factors: Any, norm: Norm) -> Any:
+        assert self.sizes.row
+        axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
+        total = x + self.count("sums with norms", lambda share: lax.psum(share, axes), parts.sum(0).astype(x.dtype))
+        exact = total.astype(jnp.float32)
+        scale = lax.rsqrt((exact * exact).mean(-1, keepdims=True) + norm.epsilon)
+        return total, (exact * scale * norm.factors(factors)[None, None]).astype(x.dtype)
 
     def collect(self, x: Any, parts: Sequence[int]) -> Any:
         def joined(x: Any) -> Any:
@@ -122,6 +131,12 @@ def test_sizes_by_hand() -> None:
     # A thread has 4 words, which are 8 numbers.
     assert of_columns(hidden, [2048, 504, 8], 2) == Sizes(2, 20480)
     assert of_columns(hidden, [2048, 508, 4], 2) is None
+    # A thread block has a row of 1,280 words, of which a thread sends 2 at a time, five times.
+    sizes = of_rows(hidden, 2)
+    assert sizes == Sizes(2, 20480, row=1280)
+    assert (sizes.width, sizes.chunks, sizes.blocks) == (2, 5, 16)
+    assert of_rows(jax.ShapeDtypeStruct((16, 1, 2880), jnp.bfloat16), 2) is None  # 11.25 words a thread
+    assert of_rows(jax.ShapeDtypeStruct((16, 1, 2560), jnp.float32), 2) is None
     out = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
     # 16 rows of 8 heads for each of 4 devices, of 64 words each, which 16 threads have; two words beside for each.
     sizes = of_merges(out, 4, 2)

@@ -4,6 +4,7 @@ import importlib.util
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from codec_jax import LogitsError, Window, rollout
 from codec_jax.nnx import Decoder, DecoderConfig, Replicas
+from codec_jax.nnx.decoder_config import Mixture
 from codec_jax.rollout import EngineRollout, Policy, left_padded, seed_number
 
 tunix_only = pytest.mark.skipif(importlib.util.find_spec("tunix") is None, reason="google-tunix is not installed")
@@ -171,6 +173,24 @@ def test_a_policy_learns_what_a_decoder_does_and_leaves_it_alone():
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(decoder))
     with pytest.raises(TypeError, match="decoder: expected a Decoder, got str"):
         Policy.of("decoder")
+
+
+@pytest.mark.parametrize("variant", [{}, {"mixture": Mixture(num_experts=4, experts_per_token=2, expert_size=256)}])
+def test_a_policy_learns_on_a_gpu_whose_kernels_have_no_derivatives(variant, monkeypatch):
+    config = DecoderConfig(VOCAB, 256, 5120, 2, 2, 1, 128, **variant)  # which all kernels of a decoder take
+    policy = nnx.eval_shape(lambda: Policy(config, nnx.Rngs(0)))
+    tokens = jnp.asarray([ROWS[0]])
+    positions, mask = masks_of(np.asarray(tokens))
+    hopper = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200", core_count=132)
+    monkeypatch.setattr(jax, "devices", lambda *_: [hopper])
+    graph, weights = nnx.split(policy)
+
+    def loss(weights):
+        return nnx.merge(graph, weights)(tokens, positions, None, mask)[0][..., 7].sum()
+
+    with jax.numpy_dtype_promotion("standard"):  # JAX's attention asks for it
+        text = jax.jit(jax.grad(loss)).trace(weights).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" not in text
 
 
 def test_without_tunix_it_is_said_how_to_get_it(monkeypatch):

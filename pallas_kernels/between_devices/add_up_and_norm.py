@@ -1,0 +1,82 @@
+"""A sum over devices, added to the hidden states, and the root mean square norm of that, in one kernel.
+
+    one thread block for each row:
+
+        parts of this device's share [S, D] ─► share ─► every device's mailbox
+
+        mailbox ─► device 0's + device 1's + ... + hidden states ─► rounded ─┬─► hidden states
+                                                                             └─► mean of squares ─► normed
+
+What `add_norm` does on one device. All devices compute the very same rows. A thread block has all of a row, as the norm
+needs its squares.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.between_devices.mailbox import Box, Memory, call
+from pallas_kernels.between_devices.numbers import Numbers
+from pallas_kernels.between_devices.sizes import Sizes
+from pallas_kernels.compat import load
+from pallas_kernels.hopper.add_norm import store_norm, sum_of
+from pallas_kernels.hopper.head_rows import Norm
+from pallas_kernels.varying import NOWHERE
+
+
+# A step calls it in every layer: a jitted function is lowered once for all.
+@partial(jax.jit, static_argnames=("norm", "sizes"))
+@jax.enable_x64(False)  # the kernel counts in int32
+def add_up_and_norm(
+    mailbox: Memory, x: jax.Array, parts: jax.Array, factors: jax.Array, norm: Norm, sizes: Sizes
+) -> tuple[Memory, tuple[jax.Array, jax.Array]]:
+    """Return the mailbox for the next call, and x plus the sum of what the devices have, and the norm of that.
+
+    Args:
+      mailbox: of `mailbox.empty`.
+      x: [rows, D], bfloat16 or float16, the same on all devices.
+      parts: [S, rows, D], of this device's share; float32, or one part like x.
+      factors: [D], of the norm, as they are stored.
+      norm: how it computes.
+      sizes: of `sizes.of_rows`.
+    """
+    spread = plgpu.Layout.WG_STRIDED((x.shape[1],), 2 * sizes.width)
+
+    def body(x: Any, parts: Any, factors: Any, slots: Any, counts: Any, total: Any, normed: Any) -> None:
+        row = lax.axis_index("blocks")
+        share = sum_of([parts.at[i, row] for i in range(parts.shape[0])], spread)
+        before, factor = load(x.at[row], spread), norm.factors(load(factors, spread))
+        added = _sum_over_devices(share, slots, counts, x.dtype, sizes) + before.astype(jnp.float32)
+        store_norm(added, factor, norm, total.at[row], normed.at[row])
+
+    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)] * 2
+    mailbox, (total, normed) = call("add_up_and_norm", body, mailbox, (x, parts, factors), out_type, sizes)
+    return mailbox, (total, normed)
+
+
+def _sum_over_devices(share: jax.Array, slots: Any, counts: Any, dtype: Any, sizes: Sizes) -> jax.Array:
+    """Send the numbers of a row [D], rounded to a dtype, and add up those of all devices in their order; float32."""
+    spread = plgpu.Layout.WG_STRIDED(share.shape, 2 * sizes.width)
+
+    @plgpu.inline_mgpu(
+        arg_types=(spread, plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(share.shape, jnp.float32, layout=spread),
+    )
+    def exchange(context: Any, share: Any, slots: Any, counts: Any) -> Any:
+        box, numbers = Box(sizes, slots, counts), Numbers(mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)), sizes.width)
+        words = [each for chunk in share.registers.flat for each in numbers.to_words(chunk)]
+        registers, width = np.full(share.registers.shape, None, object), sizes.width
+        for come, _ in box.exchange(context, lambda _: (words, [])):
+            for i in range(sizes.chunks):
+                chunk, so_far = numbers.from_words(come[i * width : (i + 1) * width]), registers.flat[i]
+                registers.flat[i] = chunk if so_far is None else arith.addf(so_far, chunk)
+        return mgpu.FragmentedArray(_registers=registers, _layout=share.layout, _is_signed=None)
+
+    return exchange(share, slots, counts)
