@@ -173,15 +173,15 @@ def paged(model: Decoder, case: SharedDocument, share: bool, mesh: Mesh | None =
 def plans_of(config: DecoderConfig, forest: Forest, num_pages: int, parallel: Parallel = ALONE) -> Plans:
     """Plan a call for the heads and the pages of each device, as the sampler: one for each of the model's windows."""
     shape = layout_of(config, parallel).heads
-    heads = Heads(**shape, value_head_dim=shape["head_dim"])
-    most = default_tiling(heads).num_ctas
-    options = shape | {"steps": STEPS, "homes": Homes(parallel.context, num_pages // parallel.context)}
+    heads = Heads(**shape, value_head_dim=shape["head_dim"], kv_dtype=config.cache_dtype)
+    tiling, homes = default_tiling(heads), Homes(parallel.context, num_pages // parallel.context)
+    options = shape | {"kv_dtype": config.cache_dtype, "steps": STEPS, "homes": homes}
     plans = tuple(
         make_plan(
             forest,
             **options,
             window=window,
-            num_ctas=lasting_thread_blocks(most, heads, forest.request_capacity, window=window),
+            num_ctas=lasting_thread_blocks(tiling, heads, forest.request_capacity, window=window),
         )
         for window in config.windows_used
     )

@@ -96,11 +96,12 @@ def each(name: str, values: np.ndarray, fits: np.ndarray, expected: str) -> None
 
 def float_dtype(name: str, value: Any, *others: jnp.dtype) -> None:
     """Raise ValueError unless a dtype is one that attention takes, or one of the others."""
+    taken = (*map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)), *others)
     with contextlib.suppress(TypeError):  # of what is no dtype at all
         value = jnp.dtype(value)
-    if value not in (*map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)), *others):
+    if not isinstance(value, np.dtype) or value not in taken:
         expected = ", ".join(("float32", "bfloat16", *(str(dtype) for dtype in others)))
-        raise ValueError(f"{name}: expected {expected} or float16, got {value}")
+        raise ValueError(f"{name}: expected {expected} or float16, got {value!s:.100}")
 
 
 def instance(name: str, value: Any, kind: type) -> None:

@@ -47,7 +47,7 @@ class Heads:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Everything but the dtypes, which is what a plan is made for."""
+        """Everything but the dtypes: what a call must have in common with its plan."""
         return self.num_q_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
 
 

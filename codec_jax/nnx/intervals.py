@@ -22,7 +22,7 @@ from codec_jax.planning.invariant import parts_of, room_for_more
 from codec_jax.planning.latent_forms import pay_together
 from codec_jax.planning.plan import growing_pages
 from codec_jax.traffic import Traffic, count_decode
-from pallas_kernels import Heads, Window
+from pallas_kernels import Heads, Tiling, Window
 
 #: Nodes that a path may have before the decode step is compiled anew for longer block lists.
 EXPECTED_DEPTH = 8
@@ -91,10 +91,11 @@ class Intervals:
         num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
         latent = config.latent
         values = latent.size if latent else config.head_dim
-        heads = Heads(num_q_heads, num_kv_heads, config.head_dim, values)
+        kv_dtype = Heads.kv_dtype if latent else config.cache_dtype  # plans of latents are alike for all dtypes
+        heads = Heads(num_q_heads, num_kv_heads, config.head_dim, values, kv_dtype=kv_dtype)
         self._cut = _Cut.of(heads, self._homes.pages, page_size)
         if invariant:
-            tiling = default_tiling(heads)
+            tiling = self._cut.tiling
             # Blocks of one length, whatever the amount of work is.
             self._cut = self._cut._replace(block_tokens=tiling.block_tokens[-1])
             self._more = room_for_more(tiling.num_ctas, num_kv_heads, self._cut.block_tokens)
@@ -188,7 +189,7 @@ class Intervals:
         def num_ctas(window: Window | None) -> int | None:
             if self._policy == INVARIANT:
                 return None
-            return lasting_thread_blocks(cut.most_ctas, cut.heads, requests, query_tokens, window)
+            return lasting_thread_blocks(cut.tiling, cut.heads, requests, query_tokens, window)
 
         return tuple(
             make_plan(
@@ -197,6 +198,7 @@ class Intervals:
                 num_kv_heads=cut.heads.num_kv_heads,
                 head_dim=cut.heads.head_dim,
                 value_head_dim=cut.heads.value_head_dim,
+                kv_dtype=cut.heads.kv_dtype,
                 steps=self._steps,
                 query_tokens=query_tokens,
                 window=window,
@@ -226,13 +228,13 @@ class Intervals:
             return 0
         cut = self._cut
         rows, blocks = query_tokens * cut.heads.group, -(-self._max_context // cut.block_tokens) + EXPECTED_DEPTH
-        parts = int(parts_of(blocks, cut.block_tokens, -(-rows // cut.tile_rows))[-1]) + 1
-        tiles = -(-requests * rows // cut.tile_rows)
+        parts = int(parts_of(blocks, cut.block_tokens, -(-rows // cut.tiling.tile_rows))[-1]) + 1
+        tiles = -(-requests * rows // cut.tiling.tile_rows)
         return (tiles * parts + self._more[0]) * cut.heads.num_kv_heads
 
     def blocks_of_chunks(self, ends: Int[np.ndarray, " chunks"], chunk: int) -> int:
         """Bound the blocks of prefill: every tile reads what the longest of its requests has before it, at most."""
-        tiles = 1 + chunk * self._cut.heads.group // self._cut.tile_rows
+        tiles = 1 + chunk * self._cut.heads.group // self._cut.tiling.tile_rows
         return int((tiles * (2 + ends // self._cut.block_tokens)).sum())
 
 
@@ -240,20 +242,19 @@ class _Cut(NamedTuple):
     """How plans cut attention of some heads."""
 
     heads: Heads
-    tile_rows: int
+    tiling: Tiling
     block_tokens: int
-    most_ctas: int  # thread blocks of the device
 
     @classmethod
     def of(cls, heads: Heads, pages: int, page_size: int) -> _Cut:
         """Choose what suits a pool of so many pages."""
         tiling = default_tiling(heads)
         block_tokens = tiling.block_for(heads.num_kv_heads, pages * page_size, 0)
-        return cls(heads, tiling.tile_rows, block_tokens, tiling.num_ctas)
+        return cls(heads, tiling, block_tokens)
 
     def blocks(self, requests: int, pages: int, page_size: int, most: float = math.inf) -> int:
         """Bound the blocks of one-token steps: every tile reads every page, or so many pages at most are read."""
         page_tokens, pages_per_block = pages_of_block(page_size, self.block_tokens)
-        tiles = -(-requests * self.heads.group // self.tile_rows)
+        tiles = -(-requests * self.heads.group // self.tiling.tile_rows)
         parts = int(min(tiles * pages, most)) * (page_size // page_tokens)
         return -(-parts // pages_per_block) + 2 * tiles

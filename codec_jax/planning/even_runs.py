@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Int
 from codec_jax.arrays import expand
 from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.work import Schedule, Work
+from pallas_kernels.family import Tiling
 from pallas_kernels.heads import Heads, Window
 
 #: Share of the thread blocks that may be left out so that kv heads are cut alike.
@@ -106,12 +107,12 @@ def thread_blocks(most: int, num_kv_heads: int, estimates: Iterable[Estimate]) -
 
 
 def lasting_thread_blocks(
-    most: int, heads: Heads, requests: int, query_tokens: int = 1, window: Window | None = None
+    tiling: Tiling, heads: Heads, requests: int, query_tokens: int = 1, window: Window | None = None
 ) -> int:
     """Choose the same for plans of one step, whose number of thread blocks stays whatever the forest comes to be.
 
     Args:
-      most: thread blocks of the device.
+      tiling: how the plans are cut.
       heads: of the plans.
       requests: as many as there is room for.
       query_tokens: T, query tokens of each.
@@ -120,7 +121,8 @@ def lasting_thread_blocks(
     each, together = _MANY_ROWS
     rows = query_tokens * heads.group
     has_many = rows >= each and rows * requests >= together
-    return most if has_many and window is None else _in_step(most, heads.num_kv_heads)
+    all_pay = window is None and (has_many or not tiling.in_step)
+    return tiling.num_ctas if all_pay else _in_step(tiling.num_ctas, heads.num_kv_heads)
 
 
 def _in_step(most: int, num_kv_heads: int) -> int:

@@ -18,11 +18,12 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from codec_jax import checks
 from codec_jax.arrays import bucket
-from codec_jax.forest import Forest
+from codec_jax.forest import ONE_BYTE, Forest
 from codec_jax.forest.homes import Homes
 from codec_jax.forest.page_subset import PageSubset
 from codec_jax.planning.cost import CostModel, HeadLayout
@@ -45,6 +46,7 @@ from codec_jax.planning.streams import (
 )
 from codec_jax.planning.tiling import default_tiling, values_in_keys
 from codec_jax.planning.work import Work
+from pallas_kernels.family import Tiling
 from pallas_kernels.heads import Heads, Window
 from pallas_kernels.plan_format import PlanArrays, PlanGuard
 from pallas_kernels.token_mask import MAX_ROWS
@@ -62,6 +64,7 @@ def make_plan(
     num_kv_heads: int,
     head_dim: int,
     value_head_dim: int | None = None,
+    kv_dtype: DTypeLike | None = None,
     steps: int = 1,
     query_tokens: int = 1,
     window: Window | int | None = None,
@@ -85,6 +88,7 @@ def make_plan(
       num_kv_heads: K, kv heads.
       head_dim: H, of query and keys.
       value_head_dim: H of the values; defaults to head_dim.
+      kv_dtype: dtype of the pages that the plan is cut for; defaults to one of 16 bits. It serves pages of any dtype.
       steps: tokens that every leaf may grow by, as far as its pages have room, before a new plan is due.
       query_tokens: T, query tokens per request; they are the last T tokens of its context.
       window: how far back query tokens see: a `Window`, the tokens of one that slides, or None for the whole context.
@@ -110,8 +114,9 @@ def make_plan(
       subset: pages that the plan is of, and where the arrays that it is for have them; defaults to all pages.
         `forest_attention` then gives a partial, with return_residuals=True, to be merged with that of the rest.
 
-    Raises ValueError for numbers that do not fit together, pages of several devices or a subset under the policy
-    "invariant", or a cost model for another head size or GPU; TypeError for a forest that lives on a device.
+    Raises ValueError for numbers that do not fit together, a dtype that pages cannot have, pages of several devices or
+    a subset under the policy "invariant", or a cost model for another head size or GPU; TypeError for a forest that
+    lives on a device.
 
     >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
     >>> make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64).heads.group
@@ -122,16 +127,8 @@ def make_plan(
     checks.instance("forest", forest, Forest)
     if not forest.is_host:
         raise TypeError("forest: expected NumPy arrays, got arrays on a device; plan with the host's forest")
-    heads = Heads(
-        num_q_heads=checks.integer("num_q_heads", num_q_heads),
-        num_kv_heads=checks.integer("num_kv_heads", num_kv_heads),
-        head_dim=checks.integer("head_dim", head_dim),
-        value_head_dim=checks.integer("value_head_dim", head_dim if value_head_dim is None else value_head_dim),
-    )
-    if heads.num_q_heads % heads.num_kv_heads or heads.num_q_heads > MAX_ROWS:
-        raise ValueError(
-            f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, at most {MAX_ROWS}, got {num_q_heads}"
-        )
+    heads = _heads(num_q_heads, num_kv_heads, head_dim, value_head_dim, kv_dtype)
+    tiling = default_tiling(heads)
     steps = checks.integer("steps", steps, below=2**62)
     query_tokens = checks.integer("query_tokens", query_tokens, below=2**20)  # times heads it is counted in int32
     segment_capacity = checks.integer("segment_capacity", segment_capacity, 0)
@@ -154,7 +151,6 @@ def make_plan(
                 "policy: expected another one for pages on several devices or in a subset, got 'invariant': which of "
                 "them a request's pages are on depends on the others"
             )
-        tiling = default_tiling(heads)
         block_tokens = tiling.block_tokens[-1] if block_tokens is None else block_tokens
         if lanes is not None and checks.integer("lanes", lanes) > tiling.sums:
             raise ValueError(
@@ -169,7 +165,7 @@ def make_plan(
         raise ValueError(f"window: expected one that hides what `Forest.forget` gave back, got {window}")
     if min_wide_tokens is not None:
         min_wide_tokens = chosen["min_wide_tokens"] = checks.integer("min_wide_tokens", min_wide_tokens)
-    grid = _grid(forest, heads, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
+    grid = _grid(forest, heads, tiling, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
     layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)
     model = CostModel.default(layout, values_in_keys=values_in_keys(heads)) if cost_model is None else cost_model
     checks.instance("cost_model", model, CostModel)
@@ -185,7 +181,8 @@ def make_plan(
             streams = list_streams(forest, longest, runs, grid, steps=steps)
         parts.append((runs, streams, _work(forest, streams, runs, grid)))
     estimates = [work.estimate(model) for _, _, work in parts]
-    if num_ctas is None and policy == ALIGNED:
+    has_much = grid.min_wide_tokens < math.inf  # so that tiles may share segments
+    if num_ctas is None and policy == ALIGNED and (tiling.in_step or not has_much):
         grid = grid._replace(num_ctas=thread_blocks(grid.num_ctas, grid.num_kv_heads, estimates))
     num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
@@ -217,6 +214,26 @@ def make_plan(
         homes=homes,
         subset_pages=None if subset is None else subset.capacity,
     )
+
+
+def _heads(
+    num_q_heads: int, num_kv_heads: int, head_dim: int, value_head_dim: int | None, kv_dtype: DTypeLike | None
+) -> Heads:
+    """Describe the heads of a plan. Raises ValueError for what they cannot be."""
+    if kv_dtype is not None:
+        checks.float_dtype("kv_dtype", kv_dtype, *ONE_BYTE)
+    heads = Heads(
+        num_q_heads=checks.integer("num_q_heads", num_q_heads),
+        num_kv_heads=checks.integer("num_kv_heads", num_kv_heads),
+        head_dim=checks.integer("head_dim", head_dim),
+        value_head_dim=checks.integer("value_head_dim", head_dim if value_head_dim is None else value_head_dim),
+        kv_dtype=Heads.kv_dtype if kv_dtype is None else np.dtype(kv_dtype),
+    )
+    if heads.num_q_heads % heads.num_kv_heads or heads.num_q_heads > MAX_ROWS:
+        raise ValueError(
+            f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, at most {MAX_ROWS}, got {num_q_heads}"
+        )
+    return heads
 
 
 class _Device(NamedTuple):
@@ -274,6 +291,7 @@ def pages_of_block(page_size: int, block_tokens: int) -> tuple[int, int]:
 def _grid(
     forest: Forest,
     heads: Heads,
+    tiling: Tiling,
     query_tokens: int,
     window: Window | None,
     hidden: Int[np.ndarray, " nodes"],
@@ -281,7 +299,6 @@ def _grid(
     devices: int,
 ) -> Grid:
     """Choose what is not given by the kind of device and the amount of work of each."""
-    tiling = default_tiling(heads)
     most = {"num_ctas": _MOST_OF_A_SIZE, "block_tokens": _MOST_OF_A_SIZE}
     given = {name: checks.integer(name, value, below=most.get(name, 2**31)) for name, value in given.items()}
     tile_rows, lanes = given.get("tile_rows", tiling.tile_rows), given.get("lanes", tiling.lanes)

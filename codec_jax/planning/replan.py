@@ -34,7 +34,7 @@ def replan(plan: Plan, forest: Forest, *, steps: int = 1, subset: PageSubset | N
     names = ("num_q_heads", "num_kv_heads", "head_dim", "value_head_dim")
     same: dict[str, Any] = dict(zip(names, plan.heads.shape, strict=True))
     same |= {name: getattr(plan.arrays, name) for name in ("query_tokens", "tile_rows", "block_tokens", "lanes")}
-    same |= {"window": plan.arrays.window, "num_ctas": plan.num_ctas}
+    same |= {"kv_dtype": plan.heads.kv_dtype, "window": plan.arrays.window, "num_ctas": plan.num_ctas}
     same |= {"block_capacity": plan.block_capacity, "homes": plan.homes, "subset": subset}
     same |= {"segment_capacity": plan.arrays.segments.shape[-2]}
     same |= {"cost_model": plan.cost_model, "policy": plan.host.policy, "min_wide_tokens": plan.host.min_wide_tokens}

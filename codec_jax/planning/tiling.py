@@ -24,9 +24,15 @@ def values_in_keys(heads: Heads) -> bool:
 def _serving(heads: Heads, device: jax.Device) -> Iterator[tuple[Family, Heads]]:
     """Yield the families that serve a device, the best one first, and the heads as they take them.
 
-    Values that are shorter than keys may have pages of their own, or be the keys' first numbers; plans do not say.
+    Plans know the dtype of pages. Kernels take a query of the same, or of 16 bits over one byte a number. Values that
+    are shorter than keys may have pages of their own, or be the keys' first numbers, and with one byte a number the
+    others have pages of their own then (`LatentPages`); plans do not say.
     """
-    for each in (heads, *[replace(heads, values_in_keys=True)] * (heads.value_head_dim < heads.head_dim)):
+    is_one_byte = heads.kv_dtype.itemsize == 1
+    heads = heads if is_one_byte else replace(heads, query_dtype=heads.kv_dtype)
+    beside = heads.head_dim - heads.value_head_dim
+    in_keys = replace(heads, values_in_keys=True, rotated_beside=beside if is_one_byte else 0)
+    for each in (heads, in_keys) if beside > 0 else (heads,):
         yield from ((family, each) for family in FAMILIES if not family.why_not(each, device))
 
 

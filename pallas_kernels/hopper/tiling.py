@@ -47,6 +47,9 @@ _MUCH = (4096, 512)
 #: Two tiles that share segments read less, but begin more segments, for more rows: with less to read than this, by all
 #: tiles of a thread block, each is faster alone. What is read again counts less: it comes from the L2 cache.
 _WIDE, _AGAIN = 2200, 0.8
+#: With one byte a number, of which sharing saves half as much. From here on all thread blocks are worth more, too, than
+#: kv heads that are read in step.
+_WIDE_ONE_BYTE = 8000
 _LANES = 2
 _DTYPES = (jnp.bfloat16, jnp.float16)
 #: What a query is made into where K and V have one byte: of the two kinds the one with more bits for a number.
@@ -60,7 +63,18 @@ def tiling(heads: Heads, device: jax.Device) -> Tiling:
     if sizes in LONG:
         return Tiling(device.core_count, tile_rows, 1, (LONG[sizes].tokens,) * 2)
     little, much = BLOCKS[columns_of(sizes)]
-    return Tiling(device.core_count, tile_rows, _LANES, (little.tokens, much.tokens), _MUCH, _WIDE, _AGAIN, sums=_LANES)
+    is_one_byte = heads.kv_dtype.itemsize == 1
+    return Tiling(
+        device.core_count,
+        tile_rows,
+        _LANES,
+        (little.tokens, much.tokens),
+        _MUCH,
+        wide=_WIDE_ONE_BYTE if is_one_byte else _WIDE,
+        again=_AGAIN,
+        in_step=not is_one_byte,
+        sums=_LANES,
+    )
 
 
 def columns_of(head_dims: tuple[int, int]) -> tuple[int, int]:

@@ -24,14 +24,25 @@ def scales_of(heads: int) -> tuple[jax.Array, jax.Array]:
     return jnp.linspace(0.25, 1.5, heads), jnp.linspace(3.0, 0.01, heads)
 
 
-@given(trees(), seeds, st.sampled_from([jnp.float8_e4m3fn, jnp.float8_e5m2]), st.sampled_from([1, 3]))
+@given(trees(), seeds, st.sampled_from([jnp.float8_e4m3fn, jnp.float8_e5m2]), st.booleans(), st.sampled_from([1, 3]))
 @settings(max_examples=8, deadline=None)
-def test_random_forests(tree: Tree, seed: int, kv_dtype: Any, query_tokens: int) -> None:
-    forest = grown(tree, seed=seed, request_capacity=8)
-    plan = plan_of(forest, HEADS, query_tokens=query_tokens, num_ctas=3, tile_rows=16, lanes=1)
+def test_random_forests(tree: Tree, seed: int, kv_dtype: Any, planned_for_it: bool, query_tokens: int) -> None:
+    forest, cut = grown(tree, seed=seed, request_capacity=8), {"num_ctas": 3, "tile_rows": 16, "lanes": 1}
+    plan = plan_of(forest, HEADS, query_tokens=query_tokens, **cut, kv_dtype=kv_dtype if planned_for_it else None)
     arrays = Arrays.random(forest, HEADS, jnp.bfloat16, seed, query_tokens, kv_dtype=kv_dtype)
     check(arrays, forest, plan, implementation="xla", scales=scales_of(HEADS.kv))
     check(arrays, forest, plan, implementation="xla", scales=token_scales(arrays))
+
+
+@pytest.mark.parametrize("kv_dtype", [jnp.float8_e4m3fn, jnp.float32])
+def test_a_plan_for_some_pages_serves_all_alike(kv_dtype: Any) -> None:
+    forest = Forest.from_nodes(*SIX)
+    arrays = Arrays.random(forest, HEADS, jnp.float32, 0, kv_dtype=kv_dtype)
+    sizes = {"num_q_heads": HEADS.q, "num_kv_heads": HEADS.kv, "head_dim": HEADS.dim}
+    exact = [Exact.of(arrays, forest, request).out for request in range(6)]
+    for planned_for in (None, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32):
+        out = forest_attention(*arrays, forest, make_plan(forest, **sizes, kv_dtype=planned_for))
+        np.testing.assert_allclose(out, np.stack(exact), atol=1e-5)
 
 
 @pytest.mark.parametrize("by_token", [False, True])

@@ -49,6 +49,7 @@ CALLS: list[tuple[str, Callable[[Any], Any], list[Any]]] = [
         (name, lambda x, name=name: make_plan(FOREST, **(HEADS | {name: x})), ["4", 0, 1.5, 2**40])
         for name in (*HEADS, "query_tokens", "num_ctas", "tile_rows", "block_tokens", "min_wide_tokens")
     ),
+    ("kv_dtype", lambda x: make_plan(FOREST, **HEADS, kv_dtype=x), [jnp.int8, "x", 8, np.zeros(3)]),
     ("block_capacity", lambda x: make_plan(FOREST, **HEADS, block_capacity=x), ["4", 1.5]),
     ("segment_capacity", lambda x: make_plan(FOREST, **HEADS, segment_capacity=x), ["4", 1.5, -1]),
     ("policy", lambda x: make_plan(FOREST, **HEADS, policy=x), ["other", 0]),

@@ -65,6 +65,9 @@ def test_layers_with_windows_have_plans_of_their_own_and_cudnn_is_refused(mixed:
         contiguous(mixed, CASE)
     # As the sampler, and plain where there is one window.
     assert plans_of(CONFIG, forest, num_pages).arrays.window is None
+    assert plans_of(CONFIG, forest, num_pages).heads.kv_dtype == jnp.float32
+    one_byte = replace(CONFIG, kv_dtype=jnp.float8_e4m3fn)
+    assert plans_of(one_byte, forest, num_pages).heads.kv_dtype == jnp.float8_e4m3fn
 
 
 def test_weights_count_once_and_an_embedding_only_where_it_is_the_head_too(model: Decoder) -> None:

@@ -24,6 +24,7 @@ from codec_jax.nnx import (
     PlacedDecoder,
     Sampler,
     YarnScaling,
+    intervals,
     random_decoder,
 )
 from codec_jax.nnx.experts import Experts
@@ -101,14 +102,20 @@ def test_bfloat16_is_close_to_float32(config: DecoderConfig) -> None:
 
 
 @pytest.mark.parametrize("scales", [None, "token"])
-def test_a_cache_of_one_byte_a_number_is_close_and_half_as_large(scales: Any, compilations: list[str]) -> None:
+def test_a_cache_of_one_byte_a_number_is_close_and_half_as_large(
+    scales: Any, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Any] = []
+    monkeypatch.setattr(
+        intervals, "make_plan", lambda *args, **options: planned.append(make_plan(*args, **options)) or planned[-1]
+    )
     config = replace(CONFIG, kv_dtype=jnp.float8_e4m3fn, kv_scales=scales)
     dense, low = (Dense(sharp(each)) for each in (CONFIG, config))  # of the same weights
     cache = low.model.new_cache(4, 8)
     assert cache[0].key.nbytes * 4 == dense.model.new_cache(4, 8)[0].key.nbytes
     state = Sampler(low.model, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT).start(PROMPTS)
     want = np.stack([dense.logits(prompt) for prompt in PROMPTS])
-    apart = np.abs(np.asarray(state.logits) - want).mean() / want.std()
+    apart, of_sampler = np.abs(np.asarray(state.logits) - want).mean() / want.std(), len(planned)
     assert 1e-4 < apart < 0.1  # as rounding to 4 bits makes it, of numbers that are averaged
     engine = make_engine(low.model, num_pages=96, max_requests=4, prefill_tokens=128)
     compilations.clear()
@@ -116,6 +123,8 @@ def test_a_cache_of_one_byte_a_number_is_close_and_half_as_large(scales: Any, co
     assert len(request.tokens) == 6
     assert not compilations
     assert all(pages.quantisation.saturated.tolist() == [0] for pages in engine._device._pages)
+    assert 0 < of_sampler < len(planned)
+    assert {plan.heads.kv_dtype for plan in planned} == {jnp.dtype(jnp.float8_e4m3fn)}
 
 
 def test_a_cache_with_scales_by_token_holds_numbers_that_others_cannot_on_devices_that_divide_it() -> None:

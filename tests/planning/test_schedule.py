@@ -18,10 +18,11 @@ from codec_jax.planning.cost import HeadLayout
 from codec_jax.planning.division import divide
 from codec_jax.planning.estimate import Estimate
 from codec_jax.planning.work import Schedule
-from pallas_kernels.heads import Heads, Window
+from pallas_kernels import Heads, Tiling, Window
 
 POLICIES = ["aligned", "paper", 1, 2, 7]
 MODEL = cost_model(HeadLayout(8, 8, 128, 16), block_tokens=128)
+H200 = Tiling(num_ctas=132, tile_rows=64, lanes=2, block_tokens=(64, 128))
 
 
 class Work(NamedTuple):
@@ -330,8 +331,11 @@ def test_few_thread_blocks_are_left_out_where_reading_decides(num_kv_heads, in_s
 def test_plans_that_must_not_change_have_all_thread_blocks_where_requests_have_many_rows():
     for rows, requests, expected in ((8, 64, 132), (8, 63, 128), (7, 1000, 128), (512, 1, 132)):
         for heads, tokens in ((Heads(8 * rows, 8, 128, 128), 1), (Heads(8, 8, 128, 128), rows)):
-            assert even_runs.lasting_thread_blocks(132, heads, requests, tokens) == expected
-            assert even_runs.lasting_thread_blocks(132, heads, requests, tokens, Window(128)) == 128
+            assert even_runs.lasting_thread_blocks(H200, heads, requests, tokens) == expected
+            assert even_runs.lasting_thread_blocks(H200, heads, requests, tokens, Window(128)) == 128
+            always = H200._replace(in_step=False)
+            assert even_runs.lasting_thread_blocks(always, heads, requests, tokens) == 132
+            assert even_runs.lasting_thread_blocks(always, heads, requests, tokens, Window(128)) == 128
 
 
 @given(st.integers(1, 300), st.integers(1, 200))
