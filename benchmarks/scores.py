@@ -112,7 +112,8 @@ def measure(
     key_pages, value_pages = (variant.stored(pages) for pages in inputs[2:])
     inputs = inputs._replace(key_pages=key_pages, value_pages=value_pages)
     sinks, expected = variant.sinks_of(layout.num_q_heads), reference(inputs, variant)
-    plan = make_plan(inputs.forest, **layout.heads, window=variant.window, block_capacity=MIN_BLOCKS)
+    options = {"window": variant.window, "kv_dtype": variant.kv_dtype, "block_capacity": MIN_BLOCKS}
+    plan = make_plan(inputs.forest, **layout.heads, **options)
     on_device = jax.device_put((*inputs[1:], inputs.forest, plan, sinks))
     attend = compiled_once(_attend_with(implementation, variant.softcap), *on_device, tuned=implementation == "xla")
     error = check(attend(*on_device), expected)

@@ -113,6 +113,7 @@ def speculate(
 
     size, depth, batch, config = tree_size(widths), len(widths) + 1, len(prompts), model.config
     heads = {name: getattr(config, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
+    heads |= {"kv_dtype": config.cache_dtype}
     graph, weights = nnx.split(model)
     run = jax.jit(lambda weights, *rest: verify(nnx.merge(graph, weights), depth, *rest), donate_argnums=1)
     state, plan = sampler.start(prompts, progress=True), None

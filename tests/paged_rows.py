@@ -14,6 +14,7 @@ from codec_jax.flash_decoding import flash_attn_with_kvcache, plans
 
 ROWS, WIDTH, PAGE, BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 16, 48, 4, 2, 64
 ROOM = WIDTH * PAGE
+FLOAT32 = jnp.dtype(jnp.float32)  # of `arrays`
 
 
 @pytest.fixture(autouse=True)

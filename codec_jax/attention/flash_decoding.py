@@ -169,6 +169,7 @@ def flash_attn_with_kvcache(
         page_size=page_size,
         num_pages=math.prod(k_cache.shape[:2]) // page_size,
         window=window,
+        kv_dtype=k_cache.dtype,
     )
     forest, plan = plans.find(table, lens, layout)
     options = {"scale": scale, "softcap": cap, "implementation": implementation}

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from codec_jax import checks
@@ -34,6 +35,7 @@ class CallLayout(NamedTuple):
     page_size: int
     num_pages: int
     window: Window | None = None
+    kv_dtype: DTypeLike | None = None  # of the cache
 
 
 class CacheInfo(NamedTuple):
@@ -117,8 +119,8 @@ class _Planned(NamedTuple):
                 f"got {forest.used_pages.max()}"
             )
         forest = _with_pages_ahead(forest, table, layout.num_pages)
-        heads = {name: getattr(layout, name) for name in ("num_q_heads", "num_kv_heads", "head_dim", "query_tokens")}
-        plan = make_plan(forest, steps=STEPS, window=layout.window, **heads)
+        names = ("num_q_heads", "num_kv_heads", "head_dim", "kv_dtype", "query_tokens", "window")
+        plan = make_plan(forest, steps=STEPS, **{name: getattr(layout, name) for name in names})
         room = np.where(forest.leaf >= 0, (plan.guard.max_length - plan.guard.min_length)[forest.leaf], 0)
         # The caller may change the table in place.
         return cls(layout, table.copy(), lens, room, forest, lens, _on_device(forest), _on_device(plan))

@@ -12,6 +12,7 @@ from forests import prefixes, seeds
 from hypothesis import given, settings
 from paged_rows import (
     BLOCKS,
+    FLOAT32,
     HEAD_DIM,
     HEADS,
     KV_HEADS,
@@ -79,7 +80,7 @@ def test_calls_of_other_windows_have_plans_of_their_own() -> None:
 def test_shared_blocks_are_read_once(shared: int) -> None:
     rows = Rows(table(shared), np.asarray([64, 49, 64, 33, 60]))
     assert_attends(arrays(), rows)
-    forest, _ = plans.find(*rows, CallLayout(HEADS, KV_HEADS, HEAD_DIM, 1, PAGE, BLOCKS))
+    forest, _ = plans.find(*rows, CallLayout(HEADS, KV_HEADS, HEAD_DIM, 1, PAGE, BLOCKS, kv_dtype=FLOAT32))
     assert plans.info().misses == 1
     lists = []
     for blocks, length in zip(*rows, strict=True):
@@ -150,7 +151,7 @@ def test_rows_with_the_same_cache_batch_idx_read_the_same_cache_once() -> None:
     out = flash_attn_with_kvcache(*given, cache_seqlens=lens, cache_batch_idx=index)
     want, _ = attend_each(given, Rows(index[:, None], lens))
     chex.assert_trees_all_close(np.asarray(out, np.float64), want, atol=1e-5)
-    forest, _ = plans.find(index[:, None], lens, CallLayout(HEADS, KV_HEADS, HEAD_DIM, 1, 64, 3))
+    forest, _ = plans.find(index[:, None], lens, CallLayout(HEADS, KV_HEADS, HEAD_DIM, 1, 64, 3, kv_dtype=FLOAT32))
     assert plans.info().misses == 1
     assert int(forest.length.sum()) == 64 + 64 + 20
 

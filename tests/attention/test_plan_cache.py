@@ -1,11 +1,13 @@
 """The plans that FlashDecoding's call keeps, by the content of tables and lengths."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_rows import (
     BLOCKS,
+    FLOAT32,
     HEAD_DIM,
     HEADS,
     KV_HEADS,
@@ -80,9 +82,8 @@ def test_a_row_that_grows_into_a_block_that_does_not_exist_is_refused(missing: i
     page_size = STEPS // 2
     given, blocks = arrays(page_size=page_size), table(1)
     blocks[3, 2] = missing
-    forest, _ = plans.find(
-        blocks, np.full(ROWS, 2 * page_size), CallLayout(HEADS, KV_HEADS, HEAD_DIM, 1, page_size, BLOCKS)
-    )
+    layout = CallLayout(HEADS, KV_HEADS, HEAD_DIM, 1, page_size, BLOCKS, kv_dtype=FLOAT32)
+    forest, _ = plans.find(blocks, np.full(ROWS, 2 * page_size), layout)
     assert 0 <= int(forest.page_ids.min()) <= int(forest.page_ids.max()) < BLOCKS
     assert_attends(given, Rows(blocks, np.full(ROWS, 2 * page_size)))
     assert plans.info().misses == 1
@@ -146,6 +147,19 @@ def test_each_head_layout_has_its_own_plan() -> None:
         _, plan = cache.find(table(2), lens, CallLayout(heads, KV_HEADS, HEAD_DIM, 1, PAGE, BLOCKS))
         assert plan.heads.num_q_heads == heads
     assert cache.info().misses == 2
+
+
+def test_caches_of_two_dtypes_have_a_plan_each_which_is_for_it() -> None:
+    given, rows = arrays(), Rows(table(2), np.full(ROWS, 50))
+    caches = [[jnp.asarray(x, dtype) for x in given[1:]] for dtype in (jnp.float8_e4m3fn, jnp.bfloat16)]
+    for _ in range(2):
+        for cache in caches:
+            flash_attn_with_kvcache(given.q, *cache, **rows._asdict())
+    assert plans.info()[:2] == (2, 2)
+    for cache in caches:
+        layout = CallLayout(HEADS, KV_HEADS, HEAD_DIM, 1, PAGE, BLOCKS, kv_dtype=cache[0].dtype)
+        assert plans.find(*rows, layout)[1].heads.kv_dtype == cache[0].dtype
+    assert plans.info()[:2] == (4, 2)
 
 
 def test_a_cache_of_no_plans_is_refused() -> None:

@@ -11,6 +11,7 @@ from benchmarks import scores, tables
 from benchmarks.inputs import Layout, Variant, make_inputs
 from benchmarks.scores import VARIANTS
 from benchmarks.workloads import shared_root
+from codec_jax import make_plan
 
 pytestmark = pytest.mark.usefixtures("_little_room")
 LAYOUT, WORKLOAD = Layout(4, 2, 64), shared_root(300, 3, 20)
@@ -19,11 +20,16 @@ LAYOUT, WORKLOAD = Layout(4, 2, 64), shared_root(300, 3, 20)
 def test_every_variant_is_measured_and_shown_beside_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "kernel_time", lambda call, repeats: (float(jnp.asarray(call()).size), 2))
     monkeypatch.setitem(VARIANTS, "window 1024", Variant(window=100))
+    planned: list[Any] = []
+    monkeypatch.setattr(
+        scores, "make_plan", lambda *args, **options: planned.append(make_plan(*args, **options)) or planned[-1]
+    )
     asked = Namespace(variants=list(VARIANTS), heads="4/2", head_dim=64, implementation="xla", repeats=1, peers=False)
     rows = list(scores.measure_all([WORKLOAD], asked, []))
     assert [row["variant"] for row in rows] == list(VARIANTS)
     assert [row.get("error") for row in rows] == [None] * len(rows)
     assert all(row["relative_error"] < 5e-3 for row in rows)
+    assert [plan.heads.kv_dtype for plan in planned] == [variant.kv_dtype for variant in VARIANTS.values()]
     by_name = {row["variant"]: row for row in rows}
     assert by_name["float8_e4m3fn"]["unique_bytes"] * 2 == by_name["plain"]["unique_bytes"] == 360 * 512
     # The last 100 tokens of each request: its own 20, and the same 80 of the root.
