@@ -22,7 +22,8 @@ class Tiling(NamedTuple):
     # Likewise of all that tiles read: from so many on two tiles share segments. What is read again may count less.
     wide: int = 0
     again: float = 1.0
-    # Whether a few thread blocks may be left out, so that kv heads are read in step, with so much to read, too.
+    # Whether a few thread blocks may be left out, so that kv heads are read in step, also where no tiles read the same
+    # by narrow segments.
     in_step: bool = True
     # Sums that a row has in a narrow segment, whose blocks go to them in turn, and lanes that a plan has at least.
     sums: int = 1

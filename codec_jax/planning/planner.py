@@ -181,8 +181,8 @@ def make_plan(
             streams = list_streams(forest, longest, runs, grid, steps=steps)
         parts.append((runs, streams, _work(forest, streams, runs, grid)))
     estimates = [work.estimate(model) for _, _, work in parts]
-    has_much = grid.min_wide_tokens < math.inf  # so that tiles may share segments
-    if num_ctas is None and policy == ALIGNED and (tiling.in_step or not has_much):
+    reads_again = grid.min_wide_tokens == math.inf  # tiles that may not share segments
+    if num_ctas is None and policy == ALIGNED and (tiling.in_step or reads_again):
         grid = grid._replace(num_ctas=thread_blocks(grid.num_ctas, grid.num_kv_heads, estimates))
     num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
@@ -312,7 +312,7 @@ def _grid(
     block_tokens = given.get("block_tokens", blocks)
     page_tokens, pages_per_block = pages_of_block(forest.page_size, block_tokens)
     num_ctas = given.get("num_ctas", tiling.num_ctas)
-    pairs_pay = tiling.pairs_pay(heads.num_kv_heads, tokens // devices, reread // devices, num_ctas)
+    pairs_pay = tiling.pairs_pay(heads.num_kv_heads, tokens // devices, reread // devices, num_ctas) or not reread
     return Grid(
         rows_per_request=rows_per_request,
         query_tokens=query_tokens,

@@ -47,9 +47,10 @@ _MUCH = (4096, 512)
 #: Two tiles that share segments read less, but begin more segments, for more rows: with less to read than this, by all
 #: tiles of a thread block, each is faster alone. What is read again counts less: it comes from the L2 cache.
 _WIDE, _AGAIN = 2200, 0.8
-#: With one byte a number, of which sharing saves half as much. From here on all thread blocks are worth more, too, than
-#: kv heads that are read in step.
-_WIDE_ONE_BYTE = 8000
+#: With one byte a number, of which sharing saves half as much; by the columns of a row. Where all thread blocks are
+#: worth more than kv heads that are read in step, unless narrow streams read the same: so it was measured with 128.
+_WIDE_ONE_BYTE = {64: 10_000, 128: 10_000, 256: 20_000}
+_OUT_OF_STEP = (64, 128)
 _LANES = 2
 _DTYPES = (jnp.bfloat16, jnp.float16)
 #: What a query is made into where K and V have one byte: of the two kinds the one with more bits for a number.
@@ -62,17 +63,17 @@ def tiling(heads: Heads, device: jax.Device) -> Tiling:
     tile_rows, sizes = Packing.of(heads.group).tile_rows, (heads.head_dim, heads.value_head_dim)
     if sizes in LONG:
         return Tiling(device.core_count, tile_rows, 1, (LONG[sizes].tokens,) * 2)
-    little, much = BLOCKS[columns_of(sizes)]
-    is_one_byte = heads.kv_dtype.itemsize == 1
+    columns = columns_of(sizes)
+    (little, much), is_one_byte = BLOCKS[columns], heads.kv_dtype.itemsize == 1
     return Tiling(
         device.core_count,
         tile_rows,
         _LANES,
         (little.tokens, much.tokens),
         _MUCH,
-        wide=_WIDE_ONE_BYTE if is_one_byte else _WIDE,
+        wide=_WIDE_ONE_BYTE[columns[0]] if is_one_byte else _WIDE,
         again=_AGAIN,
-        in_step=not is_one_byte,
+        in_step=not (is_one_byte and columns[0] in _OUT_OF_STEP),
         sums=_LANES,
     )
 

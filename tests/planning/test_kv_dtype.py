@@ -40,7 +40,9 @@ def shared_root(root: int, requests: int, own: int) -> Forest:
         (shared_root(4096, 256, 64), (True, 132), (False, 132)),  # arithmetic decides
         (shared_root(32_768, 64, 1024), (True, 128), (True, 132)),
         (shared_root(120_000, 32, 2048), (True, 128), (True, 132)),
+        (shared_root(8192, 128, 256), (True, 128), (False, 132)),  # of narrow segments arithmetic decides
         (shared_root(120_000, 8, 2048), (False, 128), (False, 132)),  # one tile
+        (shared_root(4096, 8, 256), (False, 128), (False, 132)),
     ],
 )
 def test_for_one_byte_a_number_tiles_share_segments_and_all_thread_blocks_work_where_there_is_more_to_read(
