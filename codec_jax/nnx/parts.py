@@ -84,6 +84,7 @@ def number_of_parts(depth: int, columns: int, rows: int) -> int:
       columns: of the weights.
       rows: that are multiplied with them.
 
+    >>> from codec_jax.nnx.parts import number_of_parts
     >>> number_of_parts(9728, 2560, rows=16), number_of_parts(2560, 19456, rows=16), number_of_parts(2560, 6144, 512)
     (8, 1, 1)
     """
