@@ -10,6 +10,7 @@ from codec_jax.nnx.decoder_config import DecoderConfig, Latent, Mixture
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
 from codec_jax.nnx.params import Matcher, SamplingParams
+from codec_jax.nnx.parts import Parts
 from codec_jax.nnx.replicas import Replicas
 from codec_jax.nnx.request import Request, Update
 from codec_jax.nnx.rope import LinearScaling, Llama3Scaling, YarnScaling
@@ -42,6 +43,7 @@ __all__ = [
     "Matcher",
     "Mixture",
     "MultiHeadLatentAttention",
+    "Parts",
     "PlacedDecoder",
     "Replicas",
     "Request",

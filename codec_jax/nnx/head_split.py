@@ -28,12 +28,8 @@ def serves(config: DecoderConfig, parallel: Parallel, rows: int) -> bool:
     is_plain = config.cache_dtype == jnp.dtype(config.dtype) and not (
         config.qk_norm and config.qk_norm_over == "projection"
     )
-    if parallel.differentiable:
-        return False
-    here = jax.sharding.get_abstract_mesh()
-    is_of_one_device = set(here.axis_names) == set(here.manual_axes)  # XLA cannot divide a kernel among several
     sizes = _sizes(config, parallel)
-    return is_plain and is_of_one_device and head_rows.why_not(sizes, rows, config.dtype, jax.devices()[0]) is None
+    return is_plain and parallel.has_kernels and head_rows.why_not(sizes, rows, config.dtype, jax.devices()[0]) is None
 
 
 def split_heads(

@@ -6,7 +6,7 @@ compute what a gather would bring. Attention is divided among T groups by heads,
 pages.
 
     x ─► columns b ─► gather ─► K, V to the pages ─► attend ─► merge ─► rows b ─► reduce ─► + x
-                      all that  that live here       to those  heads b
+                      all that  that live here       to those  heads b    and norm
                       group t                        pages
                       has
 
@@ -69,6 +69,12 @@ class Parallel:
     def devices(self) -> int:
         """Return how many devices there are (S)."""
         return self.tensor * self.context
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels compute a device's part: not for derivatives, nor where XLA divides arrays among several."""
+        here = jax.sharding.get_abstract_mesh()
+        return not self.differentiable and set(here.axis_names) == set(here.manual_axes)
 
     @property
     def axes(self) -> tuple[str, ...]:

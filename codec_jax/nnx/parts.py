@@ -26,13 +26,20 @@ from pallas_kernels.hopper.head_rows import Norm
 #: Parts at most, and numbers of the depth that each has at least: as many for every row, so that what is written, and
 #: read again, is a quarter of what the weights are.
 _MOST, _DEPTH, _DEPTH_OF_ROW = 8, 512, 16
+#: Numbers of all parts of a row that a thread block adds up: more do not fit its registers.
+_NUMBERS = 40_960
 #: Thread blocks that read as fast as a GPU can, of so many columns each; and the depth from which on XLA divides
 #: it further.
 _BLOCKS, _COLUMNS, _TOO_DEEP = 256, 64, 4096
 
 
 class Parts(NamedTuple):
-    """A sum that nobody has added up yet."""
+    """A sum that nobody has added up yet; `Attention.decode` may return one on a Hopper GPU.
+
+    >>> from codec_jax.nnx import Parts
+    >>> Parts(jnp.ones((2, 3, 1, 4))).parts.sum(axis=0).shape
+    (3, 1, 4)
+    """
 
     parts: Float[Array, "S *rows N"]  # float32
 
@@ -44,13 +51,11 @@ def serves(config: DecoderConfig, parallel: Parallel) -> bool:
       config: of the decoder.
       parallel: the devices among which it is divided, as they are within a step.
     """
-    if parallel.differentiable or config.norm_placement != "before":
+    if not parallel.has_kernels or config.norm_placement != "before":
         return False
     if parallel.axes:
         return parallel.sums is not None and parallel.sums.is_by_rows
-    here = jax.sharding.get_abstract_mesh()
-    is_of_one_device = set(here.axis_names) == set(here.manual_axes)  # XLA cannot divide a kernel among several
-    return is_of_one_device and add_norm.why_not(config.hidden_size, config.dtype, jax.devices()[0]) is None
+    return add_norm.why_not(config.hidden_size, config.dtype, jax.devices()[0]) is None
 
 
 def multiply(
@@ -64,9 +69,12 @@ def multiply(
       linear: the product.
       x: what is multiplied.
     """
+    # Of another kind, such as one with LoRA, the weights are not all.
+    if type(linear) is not nnx.Linear or linear.use_bias or not serves(config, parallel):
+        return linear(x)
     depth, columns = linear.kernel[...].shape
     rows = x.size // depth
-    count = 1 if linear.use_bias or not serves(config, parallel) else number_of_parts(depth, columns, rows)
+    count = number_of_parts(depth, columns, rows)
     if count == 1:
         return linear(x)
     by_part = x.astype(linear.dtype).reshape(rows, count, -1)
@@ -88,7 +96,7 @@ def number_of_parts(depth: int, columns: int, rows: int) -> int:
     >>> number_of_parts(9728, 2560, rows=16), number_of_parts(2560, 19456, rows=16), number_of_parts(2560, 6144, 512)
     (8, 1, 1)
     """
-    most = min(_MOST, depth // max(_DEPTH, _DEPTH_OF_ROW * rows))
+    most = min(_MOST, depth // max(_DEPTH, _DEPTH_OF_ROW * rows), _NUMBERS // columns)
     wanted = max(_BLOCKS * _COLUMNS / columns, depth / _TOO_DEEP)
     count = 1
     while count < wanted and 2 * count <= most and depth % (2 * count) == 0:

@@ -6,7 +6,8 @@
           ──► and to every other device                        [turn - 1] is EMPTY again meanwhile
 
 No word that is sent is EMPTY, so a word that is not has come, and no flag has to follow the numbers. A thread has the
-same words of all slots in every call: it sends those, and reads and empties them where they come.
+same words of all slots in every call, 16 bytes or several times as many: it sends those, and reads and empties them
+where they come.
 
 | turn | what device b does with its own slots | what others may do |
 |---|---|---|

@@ -28,9 +28,9 @@ class Numbers:
         llvm.store(vector.bitcast(self._words, self._as_stored(numbers)), _at(ref, word))
 
     def to_words(self, numbers: Any) -> list[Any]:
-        """Return words of numbers, none of which is -0.0: it becomes 0.0."""
-        zero = mgpu.c(0.0, ir.F32Type.get())
-        kept = vector.bitcast(self._words, self._as_stored(arith.addf(numbers, self._all(zero))))
+        """Return words of numbers, none of which is -0.0: it becomes 0.0, and so does what rounds to it."""
+        rounded, zero = self._as_wide(self._as_stored(numbers)), mgpu.c(0.0, ir.F32Type.get())
+        kept = vector.bitcast(self._words, self._as_stored(arith.addf(rounded, self._all(zero))))
         return [vector.extract(kept, [], [i]) for i in range(self._words.shape[0])]
 
     def from_words(self, words: list[Any]) -> Any:

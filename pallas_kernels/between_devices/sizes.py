@@ -14,8 +14,8 @@ SHARED = 2
 _MOST_BYTES = 4 << 20
 #: A thread block waits for the same one of every other device, so all of them have to run at once.
 _MOST_BLOCKS = 1024
-#: More than that do not fit the registers of a thread.
-_MOST_CHUNKS = 8
+#: Words of a row that fit the registers of a thread.
+_MOST_WORDS = 32
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -72,10 +72,10 @@ def of_rows(x: Any, devices: int, stride: int = 1) -> Sizes | None:
       x: anything with a shape and a dtype, bfloat16 or float16.
       devices, stride: as in `Sizes`.
     """
-    sizes, row = of_arrays(x, devices, stride), x.shape[-1] // 2
-    if sizes is None or x.dtype.itemsize != 2 or x.shape[-1] % (2 * THREADS):
+    row = x.shape[-1] // 2
+    if x.dtype.itemsize != 2 or x.shape[-1] % (2 * THREADS) or row > _MOST_WORDS * THREADS:
         return None
-    return sizes if (sizes := sizes._replace(row=row)).chunks <= _MOST_CHUNKS else None
+    return _checked(x, Sizes(devices, math.prod(x.shape) // 2, stride=stride, row=row))
 
 
 def of_columns(x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> Sizes | None:

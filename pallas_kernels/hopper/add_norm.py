@@ -27,14 +27,19 @@ from pallas_kernels.varying import NOWHERE, unvaried, vary_like
 
 _THREADS = 128
 _DTYPES = (jnp.bfloat16, jnp.float16)
+#: Numbers that fit the registers of a thread block.
+_MOST_NUMBERS = 8192
 
 
 def why_not(width: int, dtype: Any, device: Any) -> str | None:
     """Say why the kernel cannot serve hidden states of a width on a device; None if it can."""
     if reason := why_not_on(device):
         return reason
-    if dtype not in _DTYPES or width % _THREADS:
-        return f"it takes multiples of {_THREADS} numbers, bfloat16 or float16, got {width} and {dtype}"
+    if dtype not in _DTYPES or width % _THREADS or width > _MOST_NUMBERS:
+        return (
+            f"it takes multiples of {_THREADS} numbers up to {_MOST_NUMBERS}, bfloat16 or float16, got {width} and "
+            f"{dtype}"
+        )
     return None
 
 

@@ -66,6 +66,7 @@ def test_it_is_one_kernel_also_inside_of_shard_map(width: int) -> None:
 def test_what_it_does_not_take_is_said() -> None:
     device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
     assert why_not(2560, jnp.bfloat16, device) is None
+    assert "16384" in (why_not(16_384, jnp.bfloat16, device) or "")
     assert "2880" in (why_not(2880, jnp.bfloat16, device) or "")
     assert "float32" in (why_not(2560, jnp.float32, device) or "")
     assert "Hopper" in (why_not(2560, jnp.bfloat16, jax.devices("cpu")[0]) or "")

@@ -211,6 +211,8 @@ class TestOnSeveralGPUs:
         x = np.broadcast_to(rng.normal(size=(CALLS, *shape)), (devices, CALLS, *shape))
         share = rng.normal(size=(devices, CALLS, parts, *shape)).astype(np.float32)
         share[:, 2] = -0.0  # whole words
+        share[:, 3:5] = 0.0
+        share[:, 3, 0, ..., 1::2] = -1e-8 if dtype == jnp.float16 else -1e-42  # which is rounded to -0.0
         factors = np.broadcast_to(rng.uniform(0.5, 1.5, (CALLS, shape[-1])), (devices, CALLS, shape[-1]))
         x, factors = (np.asarray(jnp.asarray(each, dtype)) for each in (x, factors))
         run = norms_on(mesh_of(1, devices), norm)

@@ -141,7 +141,8 @@ def test_sizes_by_hand() -> None:
     sizes = of_rows(hidden, 2)
     assert sizes == Sizes(2, 20480, row=1280)
     assert (sizes.width, sizes.chunks, sizes.blocks) == (2, 5, 16)
-    assert of_rows(jax.ShapeDtypeStruct((16, 1, 2880), jnp.bfloat16), 2) is None  # 11.25 words a thread
+    for shape in (16, 1, 2880), (16, 1, 16_384), (2048, 1, 512):  # 11.25 words a thread; 64; 2,048 thread blocks
+        assert of_rows(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 2) is None
     assert of_rows(jax.ShapeDtypeStruct((16, 1, 2560), jnp.float32), 2) is None
     out = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
     # 16 rows of 8 heads for each of 4 devices, of 64 words each, which 16 threads have; two words beside for each.

@@ -31,6 +31,7 @@ HOPPER_GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_ki
 @given(st.integers(1, 40_000), st.integers(1, 300_000), st.integers(1, 5_000))
 def test_parts_divide_the_depth_and_cost_little(depth: int, columns: int, rows: int) -> None:
     count = parts.number_of_parts(depth, columns, rows)
+    assert count == 1 or count * columns <= 8 * 5120
     assert count in (1, 2, 4, 8)
     assert depth % count == 0
     if count > 1:
@@ -48,6 +49,18 @@ def test_parts_divide_the_depth_and_cost_little(depth: int, columns: int, rows: 
 )  # fmt: skip
 def test_few_columns_have_more_parts(depth: int, columns: int, rows: int, count: int) -> None:
     assert parts.number_of_parts(depth, columns, rows) == count
+
+
+def test_a_product_of_another_kind_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "serves", lambda *_: True)
+    monkeypatch.setattr(parts, "number_of_parts", lambda *_: 2)
+    with_lora = nnx.LoRALinear(64, 32, lora_rank=4, use_bias=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (3, 1, 64))
+    np.testing.assert_array_equal(parts.multiply(CONFIG, ALONE, with_lora, x), with_lora(x))
+    plain = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
+    left = parts.multiply(CONFIG, ALONE, plain, x)
+    assert left.parts.shape == (2, 3, 1, 32)
+    np.testing.assert_allclose(left.parts.sum(axis=0), plain(x), atol=1e-5)
 
 
 def add_and_norm(x: Any, of_sum: Any, factors: Any, norm: Norm) -> Any:

@@ -1,0 +1,28 @@
+"""Sums and norms as machine code of an H200: a thread's numbers fit its registers.
+
+No GPU is needed, but CUDA's compiler, as the wheels of jax[cuda13] bring it. A process compiles for one GPU only.
+"""
+
+from machine_code import check_on_hopper
+from test_ampere_compiles import GPUS
+
+COMPILE = """
+import sys
+from functools import partial
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from pallas_kernels.hopper.add_norm import add_and_norm
+from pallas_kernels.hopper.head_rows import Norm
+
+topology = topologies.get_topology_desc(platform="cuda", target_config=sys.argv[1], topology="1x1x1")
+here = jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), jax.sharding.PartitionSpec())
+def make(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+for width, parts in (896, 8), (2560, 8), (5120, 8), (8192, 2):
+    run = jax.jit(partial(add_and_norm, norm=Norm(1e-6, False)))
+    run.lower(make((16, width)), make((parts, 16, width), jnp.float32), make((width,))).compile()
+"""
+
+
+def test_sums_and_norms_compile_without_spills() -> None:
+    check_on_hopper(COMPILE, GPUS["sm_90"].target, kernels=4)
