@@ -43,6 +43,8 @@ _WAYS_OUT = {
     "s_aux, learnable_sink": "pass it as sinks",
 }
 _REFUSED = {name: way_out for names, way_out in _WAYS_OUT.items() for name in names.split(", ")}
+#: More than any context has, so that a bound of as many is none.
+_MOST_TOKENS = 2**30 - 1
 #: Values that ask for nothing, beside None.
 _NEUTRAL = {"cache_leftpad": 0, "q_descale": 1}
 #: Arguments that say how to compute, not what: the plan decides that, so any value will do.
@@ -244,7 +246,8 @@ def _window(
         raise ValueError(
             f"window_size: expected two integers, tokens to the left and right, got {window_size!r:.100}"
         ) from None
-    left, right = (checks.integer("window_size", x, -1) for x in (left, right))
+    left, right = (checks.integer("window_size", x, -1, below=2**63) for x in (left, right))
+    left = -1 if left >= _MOST_TOKENS else left
     chunk = 0 if attention_chunk is None else checks.integer("attention_chunk", attention_chunk, 0)
     if right > 0:
         raise ValueError(f"window_size: expected -1 or 0 on the right, got {right}; pass causal=True, or ({left}, 0)")

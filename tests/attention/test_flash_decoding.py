@@ -53,9 +53,10 @@ SINKS = np.asarray([0.5, -1.0, 2.0, 0.0], np.float32)
         (1, {"window_size": (9, -1), "sinks": SINKS}, {"window": 10, "sinks": SINKS}),
         (3, {"window_size": (20, 0), "softcap": 1.5}, {"window": 21, "softcap": 1.5, "causal": True}),
         (3, {"attention_chunk": 16, "causal": True}, {"window": Window(16, chunked=True), "causal": True}),
+        (3, {"window_size": (2**40, 0)}, {"causal": True}),
         (3, {"softcap": 2.0, "sinks": SINKS}, {"softcap": 2.0, "sinks": SINKS}),  # tokens as further heads
     ],
-    ids=["a window and sinks", "a causal window, a cap", "chunks", "a cap and sinks, not causal"],
+    ids=["a window and sinks", "a causal window, a cap", "chunks", "no bound", "a cap and sinks, not causal"],
 )
 @settings(max_examples=10)
 @given(rows=rows_of_tables(), seed=seeds)

@@ -187,6 +187,7 @@ def test_files_that_hold_no_text_are_refused_by_name(tmp_path, files, flag, cont
         ("--temperature", "-1"),
         ("--temperature", "nan"),
         ("--temperature", "inf"),
+        ("--temperature", "1e39"),  # which float32 does not hold
         ("--seed", "-1"),
         ("--svg", "none/forest.svg"),
     ],
