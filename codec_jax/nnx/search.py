@@ -10,8 +10,8 @@ Both are requests of an engine or of replicas, so what they share is computed on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Set
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -82,7 +82,7 @@ def beam_search(
     *,
     beams: int,
     max_tokens: int,
-    stop_tokens: Integers = (),
+    stop_tokens: Integers | Set[int] = (),
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
     results: int = 1,
@@ -128,7 +128,9 @@ def beam_search(
         raise ValueError(f'early_stopping: expected True, False or "never", got {early_stopping!r}')
     if checks.integer("results", results) > beams:
         raise ValueError(f"results: expected at most beams = {beams}, got {results}")
-    stops = set(checks.int_vector("stop_tokens", stop_tokens).tolist())
+    given: Any = stop_tokens  # which `SamplingParams` makes a tuple
+    whole = SamplingParams(max_tokens=max_tokens, stop_tokens=given)
+    stops = set(whole.stop_tokens)
     # All beams that go on may come from one, which may have every stop token among its most likely ones.
     likely = min(beams + len(stops), engine.config.vocab_size)
     if likely > MAX_TOP_LOGPROBS:
@@ -136,7 +138,6 @@ def beam_search(
             f"beams: expected at most {MAX_TOP_LOGPROBS} together with stop_tokens, for which the engine says what is "
             f"likely next, got {beams} beams and {len(stops)} stop_tokens"
         )
-    whole = SamplingParams(max_tokens=max_tokens, stop_tokens=tuple(stops))
     request = engine.submit(prompt, whole)  # refused if the longest completion does not fit
     engine.abort(request)
 

@@ -161,7 +161,7 @@ def test_beams_that_reach_everything_find_the_best(
     }
     scores = {text: tiny.logprobs(prompt, list(text)).sum() / len(text) ** penalty for text in texts}
     got = beam_search(
-        cramped, prompt, beams=16, max_tokens=max_tokens, stop_tokens=list(stop_tokens), length_penalty=penalty,
+        cramped, prompt, beams=16, max_tokens=max_tokens, stop_tokens=stop_tokens, length_penalty=penalty,
         early_stopping=early, results=16,
     )  # fmt: skip
     np.testing.assert_allclose([b.score for b in got], sorted(scores.values(), reverse=True)[:16], atol=1e-3)
