@@ -127,13 +127,14 @@ class PrefixCache(PrefixNodes):
           new: token ids, by request.
 
         Raises ValueError if a request is not in use, shares its leaf, has no room, or has a context whose K and V are
-        not all there.
+        not all there; TypeError for what is no mapping.
 
         >>> cache, _ = PrefixCache.create(num_pages=64, page_size=16, request_capacity=4).add([[1, 2, 3]])
         >>> cache = cache.mark_computed(0, 3).reserve(4, [0]).append({0: [4, 5]})
         >>> cache.context(0).tolist()
         [1, 2, 3, 4, 5]
         """
+        checks.instance("new", new, Mapping)
         tree, size = self.tree, self.tree.page_size
         leaf = tree.leaf[check_in_use(list(new), tree.leaf)]
         texts = [token_ids(f"new[{request}]", given) for request, given in new.items()]

@@ -181,8 +181,8 @@ class PrefixNodes:
         """
         path = self._path(request)
         ends = np.cumsum(self.tree.length[path])
-        if not 0 <= position < ends[-1]:
-            raise ValueError(f"position: expected one in [0, {ends[-1]}), the request's context, got {position}")
+        if not checks.is_integer(position) or not 0 <= position < ends[-1]:
+            raise ValueError(f"position: expected one in [0, {ends[-1]}), the request's context, got {position!r:.100}")
         return int(path[np.searchsorted(ends, position, side="right")])
 
     def match(self, tokens: Integers, growing: Integers = (), most: int | None = None) -> Match:

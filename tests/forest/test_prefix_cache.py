@@ -2,6 +2,7 @@
 
 import re
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,6 +212,9 @@ def test_needed_counts_new_pages_cached_ones_and_growth() -> None:
         (lambda cache: cache.context(5), "requests: expected requests in use, [0, 1], got [5]"),
         (lambda cache: cache.computed_tokens(-1), "requests: expected requests in use, [0, 1], got [-1]"),
         (lambda cache: cache.node_ends(5), "requests: expected requests in use"),
+        (lambda cache: cache.node_at(0, 20), "position: expected one in [0, 20), the request's context, got 20"),
+        (lambda cache: cache.node_at(0, 1.5), "position: expected one in [0, 20), the request's context, got 1.5"),
+        (lambda cache: cache.node_at(0, "1"), "position: expected one in [0, 20), the request's context, got '1'"),
         (
             lambda cache: cache.mark_computed(0, 21),
             "end: expected a position in [0, 20], the request's context, got 21",
@@ -241,6 +245,12 @@ def test_what_does_not_fit_is_refused(call, message) -> None:
     cache = cache_with(PROMPT, [5] * 24, computed=False).mark_computed(1, 24)
     with pytest.raises(ValueError, match=re.escape(message)):
         call(cache)
+
+
+def test_what_is_no_mapping_is_not_appended() -> None:
+    given: Any = [(0, [1])]
+    with pytest.raises(TypeError, match="new: expected a Mapping, got list"):
+        cache_with(PROMPT).append(given)
 
 
 @pytest.mark.parametrize(
