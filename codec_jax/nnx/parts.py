@@ -23,6 +23,8 @@ from codec_jax.nnx.parallel import Parallel
 from pallas_kernels.hopper import add_norm
 from pallas_kernels.hopper.head_rows import Norm
 
+#: Rows with which parts were measured to be faster.
+_MOST_ROWS = 64
 #: Parts at most, and numbers of the depth that each has at least: as many for every row, so that what is written, and
 #: read again, is a quarter of what the weights are.
 _MOST, _DEPTH, _DEPTH_OF_ROW = 8, 512, 16
@@ -96,6 +98,8 @@ def number_of_parts(depth: int, columns: int, rows: int) -> int:
     >>> number_of_parts(9728, 2560, rows=16), number_of_parts(2560, 19456, rows=16), number_of_parts(2560, 6144, 512)
     (8, 1, 1)
     """
+    if rows > _MOST_ROWS:
+        return 1
     most = min(_MOST, depth // max(_DEPTH, _DEPTH_OF_ROW * rows), _NUMBERS // columns)
     wanted = max(_BLOCKS * _COLUMNS / columns, depth / _TOO_DEEP)
     count = 1

@@ -44,7 +44,7 @@ def test_parts_divide_the_depth_and_cost_little(depth: int, columns: int, rows: 
     ("depth", "columns", "rows", "count"),
     [
         (2560, 6144, 16, 4), (4096, 2560, 16, 8), (9728, 2560, 16, 8), (2560, 6144, 64, 2), (4096, 2560, 64, 4),
-        (5120, 10240, 16, 2), (8192, 5120, 64, 4), (2560, 151_936, 16, 1), (4096, 2560, 2048, 1), (4095, 64, 1, 1),
+        (5120, 10240, 16, 2), (8192, 5120, 64, 4), (2560, 151_936, 16, 1), (4096, 2560, 65, 1), (4095, 64, 1, 1),
     ],
 )  # fmt: skip
 def test_few_columns_have_more_parts(depth: int, columns: int, rows: int, count: int) -> None:
