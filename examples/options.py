@@ -9,7 +9,7 @@ from pathlib import Path
 def command(description: str, temperature: float, least: float = 0.0) -> argparse.ArgumentParser:
     """Return a parser of the options that all examples have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    parser.add_argument(  # float32 holds no more than 3e38
         "--temperature", type=number(float, least, 1e30), default=temperature, help="default: %(default)s"
     )
     parser.add_argument("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of all that is drawn")

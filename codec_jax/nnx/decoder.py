@@ -74,7 +74,7 @@ class Block(nnx.Module):
         return add_and_norm(parallel, x, update, getattr(self, f"{part}_norm"))
 
     def _leaving(self, part: str, x: Array, update: Any, parallel: Parallel) -> tuple[Array, Any]:
-        """Add what a part of the layer gives if it is normed before; the rest waits for the norm that comes next."""
+        """Add what a part of the layer gives if it is normed on its way out; else that waits for the next norm."""
         return (x, update) if self.placement == "before" else (x + self._after(part, parallel.reduce(update)), None)
 
     def _before(self, part: str, x: Array) -> Array:

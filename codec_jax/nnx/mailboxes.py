@@ -137,15 +137,12 @@ class Mailbox:
         return self._run(add_up, x)
 
     def add_up_and_norm(
-        self, x: Float[Array, "*rows D"], parts: Float[Array, "S *rows D"], factors: Float[Array, " D"], norm: Norm
-    ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+        self, x: Float[Array, "rows D"], parts: Float[Array, "S rows D"], factors: Float[Array, " D"], norm: Norm
+    ) -> tuple[Float[Array, "rows D"], Float[Array, "rows D"]]:
         """Return x plus the sum of what the devices have in parts, and its norm; of a mailbox for rows."""
         from pallas_kernels.between_devices.add_up_and_norm import add_up_and_norm
 
-        rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
-        sums = self._run(partial(add_up_and_norm, norm=norm), rows, parts.reshape(len(parts), -1, width), factors)
-        total, normed = (each.reshape(x.shape) for each in sums)
-        return total, normed
+        return self._run(partial(add_up_and_norm, norm=norm), x, parts, factors)
 
     def collect(self, x: Float[Array, "*rows columns"], parts: Sequence[int]) -> Float[Array, "*rows all"]:
         """Return the columns of all devices of a group: of each part all of theirs, then of the next one."""

@@ -121,13 +121,12 @@ def add_and_norm(
     """
     if update is None:
         return x, norm(x)
+    sums = parallel.sums if parallel.sums is not None and parallel.sums.is_by_rows else None
+    if sums is None and not isinstance(update, Parts):
+        x = x + parallel.reduce(update)
+        return x, norm(x)
+    parts, width = update.parts if isinstance(update, Parts) else update[None], x.shape[-1]
+    run = add_norm.add_and_norm if sums is None else sums.add_up_and_norm
     learned = norm.scale[...], Norm(norm.epsilon, norm.plus_one)
-    if parallel.sums is not None and parallel.sums.is_by_rows:
-        parts = update.parts if isinstance(update, Parts) else update[None]
-        return parallel.sums.add_up_and_norm(x, parts, *learned)
-    if isinstance(update, Parts):
-        rows, parts = x.reshape(-1, x.shape[-1]), update.parts.reshape(len(update.parts), -1, x.shape[-1])
-        total, normed = (each.reshape(x.shape) for each in add_norm.add_and_norm(rows, parts, *learned))
-        return total, normed
-    x = x + parallel.reduce(update)
-    return x, norm(x)
+    total, normed = run(x.reshape(-1, width), parts.reshape(len(parts), -1, width), *learned)
+    return total.reshape(x.shape), normed.reshape(x.shape)

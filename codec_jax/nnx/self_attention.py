@@ -88,8 +88,8 @@ class Attention(nnx.Module):
         config = self.config
         if head_split.serves(config, parallel, slots.size):
             scales = (self.query_norm.scale[...], self.key_norm.scale[...]) if config.qk_norm else None
-            is_whole = self.query_key_value.kernel[...].shape[1] == sum(parallel.columns(config))
             product = self.query_key_value
+            is_whole = product.kernel[...].shape[1] == sum(parallel.columns(config))  # so that nothing is to be joined
             columns = multiply(config, parallel, product, x) if is_whole else self._columns(x, parallel)
             places = positions, slots, pages
             query, pages = head_split.split_heads(config, parallel, self.layer, columns, scales, *places)

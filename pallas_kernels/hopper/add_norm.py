@@ -11,6 +11,7 @@ A product whose weights are few has few tiles, so that its depth is divided amon
 each. XLA has a kernel add them up and another one make the norm; here all parts of a row are asked for at once.
 """
 
+import math
 from functools import partial, reduce
 from typing import Any
 
@@ -22,11 +23,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.compat import kernel_on_references, load, store
 from pallas_kernels.hopper.head_rows import Norm
-from pallas_kernels.hopper.tiling import why_not_on
+from pallas_kernels.hopper.tiling import SIXTEEN_BITS, why_not_on
 from pallas_kernels.varying import NOWHERE, unvaried, vary_like
 
 _THREADS = 128
-_DTYPES = (jnp.bfloat16, jnp.float16)
 #: Numbers that fit the registers of a thread block.
 _MOST_NUMBERS = 8192
 
@@ -35,7 +35,7 @@ def why_not(width: int, dtype: Any, device: Any) -> str | None:
     """Say why the kernel cannot serve hidden states of a width on a device; None if it can."""
     if reason := why_not_on(device):
         return reason
-    if dtype not in _DTYPES or width % _THREADS or width > _MOST_NUMBERS:
+    if dtype not in SIXTEEN_BITS or width % _THREADS or width > _MOST_NUMBERS:
         return (
             f"it takes multiples of {_THREADS} numbers up to {_MOST_NUMBERS}, bfloat16 or float16, got {width} and "
             f"{dtype}"
@@ -72,7 +72,7 @@ def add_and_norm(
 def _add_and_norm(x: Any, parts: Any, factors: Any, total: Any, normed: Any, norm: Norm) -> None:
     """Do the row of one thread block."""
     row, width = lax.axis_index("row"), x.shape[1]
-    spread = plgpu.Layout.WG_STRIDED((width,), next(n for n in (4, 2, 1) if width % (n * _THREADS) == 0))
+    spread = plgpu.Layout.WG_STRIDED((width,), math.gcd(width // _THREADS, 4))
     added = sum_of([x.at[row], *(parts.at[i, row] for i in range(parts.shape[0]))], spread)
     store_norm(added, norm.factors(load(factors, spread)), norm, total.at[row], normed.at[row])
 

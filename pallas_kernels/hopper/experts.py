@@ -4,15 +4,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.expert_rows import rows_of_experts, tiles_of
 from pallas_kernels.gates import Activation
-from pallas_kernels.hopper.tiling import why_not_on
+from pallas_kernels.hopper.tiling import SIXTEEN_BITS, why_not_on
 from pallas_kernels.varying import unvaried, vary_like
 
-_DTYPES = (jnp.bfloat16, jnp.float16)
 _MULTIPLE = 64  # of the numbers of a row: what a row of a block in shared memory has
 
 
@@ -20,7 +18,7 @@ def why_not(rows: Any, down: Any, device: Any) -> str | None:
     """Say why the kernel cannot serve rows [R, D] and weights [E, F, D] on a device; None if it can."""
     if reason := why_not_on(device):
         return reason
-    if rows.dtype not in _DTYPES or down.dtype != rows.dtype:
+    if rows.dtype not in SIXTEEN_BITS or down.dtype != rows.dtype:
         return f"it takes bfloat16 or float16, the same for all, got {rows.dtype} and weights of {down.dtype}"
     if down.shape[1] % _MULTIPLE or down.shape[2] % _MULTIPLE:
         return (

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper.tiling import why_not_on
+from pallas_kernels.hopper.tiling import SIXTEEN_BITS, why_not_on
 from pallas_kernels.varying import unvaried, vary_like
 
 #: A lane loads 1, 2 or 4 numbers of half a head at once; heads of 192, with 3, were wrong on an H200.
 _HEAD_DIMS = (64, 128, 256)
 #: Rows of a thread block.
 BLOCK_ROWS = 4
-_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 class Norm(NamedTuple):
@@ -66,7 +65,7 @@ def why_not(sizes: HeadSizes, rows: int, dtype: Any, device: Any) -> str | None:
     """Say why the kernel cannot serve so many rows on a device; None if it can."""
     if reason := why_not_on(device):
         return reason
-    if dtype not in _DTYPES or sizes.head_dim not in _HEAD_DIMS:
+    if dtype not in SIXTEEN_BITS or sizes.head_dim not in _HEAD_DIMS:
         return f"it takes heads of {_HEAD_DIMS}, bfloat16 or float16, got {sizes.head_dim} and {dtype}"
     if rows < BLOCK_ROWS:
         return f"it takes at least {BLOCK_ROWS} rows, got {rows}"

@@ -10,7 +10,7 @@ from jax import Array
 from pallas_kernels import refusals, two_launches
 from pallas_kernels.family import Call, Tiling
 from pallas_kernels.heads import Heads, Scores
-from pallas_kernels.hopper.tiling import why_not_on
+from pallas_kernels.hopper.tiling import SIXTEEN_BITS, why_not_on
 from pallas_kernels.packing import Packing
 from pallas_kernels.plan_format import PlanArrays
 
@@ -18,7 +18,6 @@ from pallas_kernels.plan_format import PlanArrays
 _KEY_COLUMNS, _VALUE_COLUMNS = 576, 512
 #: Two blocks and a tile of the query fill the shared memory of a multiprocessor, and a tile's output the registers.
 _BLOCK_TOKENS, _LANES = 64, 1
-_DTYPES = (jnp.bfloat16, jnp.float16)
 #: With scales and rotated keys beside them, as `codec_jax.LatentPages` has them.
 ONE_BYTE = jnp.float8_e4m3fn
 
@@ -38,7 +37,7 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
                 f"of latents with scales it takes {jnp.dtype(ONE_BYTE)} and {_KEY_COLUMNS - _VALUE_COLUMNS} numbers of "
                 f"rotated keys, got {heads.kv_dtype} and {heads.rotated_beside}"
             )
-    elif heads.kv_dtype not in _DTYPES or heads.query_dtype not in (jnp.float32, heads.kv_dtype):
+    elif heads.kv_dtype not in SIXTEEN_BITS or heads.query_dtype not in (jnp.float32, heads.kv_dtype):
         return (
             f"of latents it takes bfloat16 or float16, or {jnp.dtype(ONE_BYTE)} as `LatentPages` have it, and a query "
             f"of the same or of float32, got {heads.kv_dtype} and {heads.query_dtype}"

@@ -52,7 +52,8 @@ _WIDE, _AGAIN = 2200, 0.8
 _WIDE_ONE_BYTE = {64: 10_000, 128: 10_000, 256: 20_000}
 _OUT_OF_STEP = (64, 128)
 _LANES = 2
-_DTYPES = (jnp.bfloat16, jnp.float16)
+#: Of queries and hidden states; pages may have one byte a number.
+SIXTEEN_BITS = (jnp.bfloat16, jnp.float16)
 #: What a query is made into where K and V have one byte: of the two kinds the one with more bits for a number.
 TERM = jnp.float8_e4m3fn
 _ONE_BYTE_DTYPES = (TERM, jnp.float8_e5m2)
@@ -100,7 +101,7 @@ def why_not(heads: Heads, device: Any, scores: Scores | None = None, plan: PlanA
     """Say why the kernels cannot serve a call on a device; None if they can."""
     if reason := why_not_on(device):
         return reason
-    is_sixteen_bits = heads.query_dtype in _DTYPES and heads.kv_dtype == heads.query_dtype
+    is_sixteen_bits = heads.query_dtype in SIXTEEN_BITS and heads.kv_dtype == heads.query_dtype
     if not is_sixteen_bits and heads.kv_dtype not in _ONE_BYTE_DTYPES:
         return (
             "it takes bfloat16 or float16, the same for all, or float8_e4m3fn or float8_e5m2 for keys and values, "

@@ -97,7 +97,12 @@ def norms_on(mesh: Mesh, norm: Norm) -> Any:
     def of(part: Any) -> Mailbox | None:
         return Mailbox.for_rows(FIRST, part[0], mesh.size)
 
-    return each(mesh, of, lambda mailbox, part: mailbox.add_up_and_norm(*part, norm))
+    def run(mailbox: Mailbox, part: Any) -> Any:
+        x, share, factors = part
+        rows = x.reshape(-1, x.shape[-1]), share.reshape(len(share), -1, x.shape[-1])
+        return tuple(made.reshape(x.shape) for made in mailbox.add_up_and_norm(*rows, factors, norm))
+
+    return each(mesh, of, run)
 
 
 def group_of(mesh: Mesh) -> tuple[int, int]:

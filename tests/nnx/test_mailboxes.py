@@ -52,10 +52,11 @@ class Collectives(Mailbox):
     def add_up_and_norm(self, x: Any, parts: Any, factors: Any, norm: Norm) -> Any:
         assert self.sizes.row
         axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
-        total = x + self.count("sums with norms", lambda share: lax.psum(share, axes), parts.sum(0).astype(x.dtype))
+        share = parts.sum(0).astype(x.dtype).reshape(self.like[0])
+        total = x + self.count("sums with norms", lambda share: lax.psum(share, axes), share).reshape(x.shape)
         exact = total.astype(jnp.float32)
         scale = lax.rsqrt((exact * exact).mean(-1, keepdims=True) + norm.epsilon)
-        return total, (exact * scale * norm.factors(factors)[None, None]).astype(x.dtype)
+        return total, (exact * scale * norm.factors(factors)[None]).astype(x.dtype)
 
     def collect(self, x: Any, parts: Sequence[int]) -> Any:
         def joined(x: Any) -> Any:
