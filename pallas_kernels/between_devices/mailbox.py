@@ -20,7 +20,9 @@ With three turns that follow each other in a circle nobody writes to what is bei
 Beside its own words a thread may share two with the threads next to it, of which the first one sends and empties them.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -133,15 +135,15 @@ def _kernel(name: str, body: Any, out_type: Any, sizes: Sizes) -> Any:
 class Box:
     """A mailbox inside of a kernel, as one thread sees it; numbers are values of MLIR."""
 
-    def __init__(self, sizes: Sizes, slots: Any, counts: Any) -> None:
-        """Take the references, and find out which thread this is."""
+    def __init__(self, sizes: Sizes, slots: Any, counts: Any, block: Any = None) -> None:
+        """Take the references, and find out which thread this is, of a block whose number is given if it is not x."""
         self.sizes, self._slots, self._counts = sizes, slots, counts
-        self._block = arith.index_cast(word_type(), gpu.block_id(gpu.Dimension.x))
-        #: The number of this thread among all.
-        self.thread = arith.addi(arith.muli(self._block, word(THREADS)), mgpu.utils.thread_idx())
-        chunk = arith.addi(arith.muli(self._block, word(sizes.chunks * THREADS)), mgpu.utils.thread_idx())
+        self._block = arith.index_cast(word_type(), gpu.block_id(gpu.Dimension.x)) if block is None else block
+        first = arith.addi(arith.muli(self._block, word(sizes.chunks * THREADS)), mgpu.utils.thread_idx())
+        #: The number of each chunk among those of all threads.
+        self.chunks = [arith.addi(first, word(i * THREADS)) for i in range(sizes.chunks)]
         #: The first word of each chunk.
-        self.firsts = [arith.muli(arith.addi(chunk, word(i * THREADS)), word(sizes.width)) for i in range(sizes.chunks)]
+        self.firsts = [arith.muli(chunk, word(sizes.width)) for chunk in self.chunks]
 
     @property
     def first(self) -> Any:
@@ -160,24 +162,52 @@ class Box:
         own = numbers.to_words(numbers.load(x, self.first))
         return numbers, [numbers.from_words(words) for words, _ in self.exchange(context, lambda _: (own, []))]
 
-    def exchange(self, context: Any, words_for: Callable[[Any], tuple[list[Any], list[Any]]]) -> Iterator[tuple]:
-        """Send words to every device, and yield what each of them sent, as it is waited for.
+    def exchange(
+        self,
+        context: Any,
+        words_for: Callable[[Any], tuple[list[Any], list[Any]]],
+        count: Any = None,
+        recipients: Sequence[Any] | None = None,
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Send words to the devices, and yield what each of them sent, as it is waited for.
 
         Args:
           context: of the kernel.
           words_for: of a device's number, the words of this thread for it, one chunk after another, and those that it
-            shares; none is EMPTY.
+            shares, two of each chunk; none is EMPTY.
+          count: of `begin`, if the kernel did that before it had the words.
+          recipients: the device that gets each chunk, which is the same on all of them; None where all get all.
 
-        Yields the same two of each device.
+        Yields the same two of each device; of a chunk that another device gets, anything.
         """
-        count = llvm.load(word_type(), at_index(global_memory(self._counts), [self._block], word_type()))
-        turn = arith.remui(count, word(_TURNS))
-        self._send(context, turn, words_for)
+        before = self._load_count() if count is None else count
+        turn = arith.remui(before, word(_TURNS))
+        self._send(context, turn, words_for, recipients)
+        if count is None:
+            self._clear(before)
+        own = self.own(context)
+        wanted = [None if recipients is None else _equal(recipients[i], own) for i in range(self.sizes.chunks)]
+        for device in range(self.sizes.devices):
+            yield self._receive(turn, device, wanted)
+
+    def begin(self) -> Any:
+        """Return how many calls there were, and do what an exchange does before it waits."""
+        count = self._load_count()
+        self._clear(count)
+        return count
+
+    def _load_count(self) -> Any:
+        return llvm.load(word_type(), at_index(global_memory(self._counts), [self._block], word_type()))
+
+    def _clear(self, count: Any) -> None:
+        """Make the slots of the turn before EMPTY, and count this call."""
         self.empty(arith.remui(arith.addi(count, word(_TURNS - 1)), word(_TURNS)))
         mgpu.utils.warpgroup_barrier()  # all have loaded the count
         self.set_count(arith.addi(count, word(1)))
-        for device in range(self.sizes.devices):
-            yield self._receive(turn, device)
+
+    def own(self, context: Any) -> Any:
+        """Return the number of this device in its group."""
+        return arith.remui(arith.divui(context.device_id(), word(self.sizes.stride)), word(self.sizes.devices))
 
     def set_count(self, count: Any) -> None:
         """Say how many calls there were."""
@@ -186,34 +216,36 @@ class Box:
 
     def empty(self, turn: Any) -> None:
         """Make the slots of a turn EMPTY, where this thread has words."""
+        width, all_chunks = self.sizes.width, range(self.sizes.chunks)
         for device in range(self.sizes.devices):
             place = self._place(turn, word(device))
-            self._store("st.global", self._slots, place, [word(EMPTY)] * self.sizes.width * self.sizes.chunks)
-            self._share("st.global", self._slots, place, [word(EMPTY)] * SHARED)
+            for i in all_chunks:
+                self._store("st.global", self._slots, place, i, [word(EMPTY)] * width, [word(EMPTY)] * SHARED)
 
-    @property
-    def is_first(self) -> Any:
-        """Whether this thread is the first of those that share words."""
-        return _equal(arith.remui(self.thread, word(self.sizes.sharing)), word(0))
-
-    def _send(self, context: Any, turn: Any, words_for: Callable[[Any], tuple[list[Any], list[Any]]]) -> None:
-        me, devices, stride = context.device_id(), word(self.sizes.devices), word(self.sizes.stride)
-        own = arith.remui(arith.divui(me, stride), devices)
-        group, place = arith.subi(me, arith.muli(own, stride)), self._place(turn, own)
+    def _send(self, context: Any, turn: Any, words_for: Callable[[Any], Any], recipients: Sequence[Any] | None) -> None:
+        own, devices, stride, width = self.own(context), self.sizes.devices, word(self.sizes.stride), self.sizes.width
+        group, place = arith.subi(context.device_id(), arith.muli(own, stride)), self._place(turn, own)
         # Each device begins with another one, and ends with itself.
-        others = [arith.remui(arith.addi(own, word(step + 1)), devices) for step in range(self.sizes.devices)]
+        others = [arith.remui(arith.addi(own, word(step + 1)), word(devices)) for step in range(devices)]
         for other, (words, shared) in [(other, words_for(other)) for other in others]:
             slots = context.to_remote(self._slots, arith.addi(group, arith.muli(other, stride)))
-            self._store("st.relaxed.sys.global", slots, place, words)
-            self._share("st.relaxed.sys.global", slots, place, shared)
+            for i in range(self.sizes.chunks):
+                of_chunk = words[i * width : (i + 1) * width], shared[i * SHARED : (i + 1) * SHARED]
+                with nullcontext() if recipients is None else mgpu.when(_equal(recipients[i], other)):
+                    self._store("st.relaxed.sys.global", slots, place, i, *of_chunk)
 
-    def _receive(self, turn: Any, device: int) -> tuple[list[Any], list[Any]]:
+    def _receive(self, turn: Any, device: int, wanted: list[Any]) -> tuple[list[Any], list[Any]]:
         place = self._place(turn, word(device))
-        words = self._wait([arith.addi(place, first) for first in self.firsts], self.sizes.width)
-        return words, self._wait([arith.addi(place, self._shared)], SHARED) if self.sizes.sharing else []
+        words = self._wait([arith.addi(place, first) for first in self.firsts], self.sizes.width, wanted)
+        if not self.sizes.sharing:
+            return words, []
+        return words, self._wait([arith.addi(place, self._shared(chunk)) for chunk in self.chunks], SHARED, wanted)
 
-    def _wait(self, indices: list[Any], width: int) -> list[Any]:
-        """Wait for so many words from each of some indices of the slots on; all are asked for at once."""
+    def _wait(self, indices: list[Any], width: int, wanted: list[Any]) -> list[Any]:
+        """Wait for so many words from each of some indices of the slots on, all or those that are wanted.
+
+        All are asked for at once.
+        """
         places = [at_index(global_memory(self._slots), [index], word_type()) for index in indices]
         names = ", ".join(f"${i}" for i in range(width))
         load = f"ld.relaxed.sys.global{_SHAPES[width]} {{{names}}}, [${width}];"
@@ -221,9 +253,12 @@ class Box:
         loop = scf.WhileOp(types, [word(0)])
         before = loop.before.blocks.append(word_type())
         with ir.InsertionPoint(before):
-            come = [each for place in places for each in instruct(load, place, results=width)]
-            is_missing = reduce(arith.ori, [_equal(each, word(EMPTY)) for each in come])
-            scf.condition(is_missing, [*before.arguments, *come])
+            come = [instruct(load, place, results=width) for place in places]
+            missing = [reduce(arith.ori, [_equal(each, word(EMPTY)) for each in words]) for words in come]
+            missing = [
+                each if want is None else arith.andi(each, want) for each, want in zip(missing, wanted, strict=True)
+            ]
+            scf.condition(reduce(arith.ori, missing), [*before.arguments, *itertools.chain(*come)])
         after = loop.after.blocks.append(*types)
         with ir.InsertionPoint(after):
             looks = arith.addi(after.arguments[0], word(1))
@@ -236,21 +271,17 @@ class Box:
         """Return the first word of a slot."""
         return arith.muli(arith.addi(arith.muli(turn, word(self.sizes.devices)), device), word(self.sizes.slot))
 
-    @property
-    def _shared(self) -> Any:
-        """Where in a slot the words are that this thread shares."""
-        share = arith.divui(self.thread, word(self.sizes.sharing))
+    def _shared(self, chunk: Any) -> Any:
+        """Return where in a slot the words are that are shared of a chunk."""
+        share = arith.divui(chunk, word(self.sizes.sharing))
         return arith.addi(word(self.sizes.words), arith.muli(share, word(SHARED)))
 
-    def _store(self, instruction: str, slots: Any, place: Any, words: list[Any]) -> None:
-        width = self.sizes.width
-        for i, first in enumerate(self.firsts):
-            _store(instruction, slots, arith.addi(place, first), words[i * width : (i + 1) * width])
-
-    def _share(self, instruction: str, slots: Any, place: Any, words: list[Any]) -> None:
+    def _store(self, instruction: str, slots: Any, place: Any, i: int, words: list[Any], shared: list[Any]) -> None:
+        """Store the words of a chunk in a slot; the first of the threads that share some stores these."""
+        _store(instruction, slots, arith.addi(place, self.firsts[i]), words)
         if self.sizes.sharing:
-            with mgpu.when(self.is_first):
-                _store(instruction, slots, arith.addi(place, self._shared), words)
+            with mgpu.when(_equal(arith.remui(self.chunks[i], word(self.sizes.sharing)), word(0))):
+                _store(instruction, slots, arith.addi(place, self._shared(self.chunks[i])), shared)
 
 
 def _equal(a: Any, b: Any) -> Any:

@@ -54,7 +54,10 @@ def _merge(context: Any, box: Box, out: Any, row_max: Any, row_sum: Any, *merged
     """Merge the numbers of one thread."""
     sizes, numbers = box.sizes, Numbers(out.type.element_type, box.sizes.width)
     one, heads = Numbers(ir.F32Type.get(), 1), merged[1].type.shape[-1]
-    row_of_head, chunk = arith.divui(box.thread, word(sizes.sharing)), arith.remui(box.thread, word(sizes.sharing))
+    row_of_head, chunk = (
+        arith.divui(box.chunks[0], word(sizes.sharing)),
+        arith.remui(box.chunks[0], word(sizes.sharing)),
+    )
     row, head = arith.divui(row_of_head, word(heads)), arith.remui(row_of_head, word(heads))
 
     def words_for(device: Any) -> tuple[list[Any], list[Any]]:
@@ -75,7 +78,7 @@ def _merge(context: Any, box: Box, out: Any, row_max: Any, row_sum: Any, *merged
     shares = [arith.select(is_nothing, nothing, arith.divf(weight, total)) for weight in weights]
     parts = [numbers.times(part, share) for part, share in zip(outs, shares, strict=True)]
     numbers.store(reduce(arith.addf, parts), merged[0], box.first)
-    with mgpu.when(box.is_first):
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, chunk, word(0))):
         for ref, number in zip(merged[1:], (greatest, total), strict=True):
             llvm.store(number, at_index(global_memory(ref), [row_of_head], ir.F32Type.get()))
 
