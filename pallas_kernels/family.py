@@ -1,7 +1,7 @@
 """One interface to run plans, for the XLA path and for every family of kernels."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Float, Int
@@ -90,7 +90,7 @@ class Call(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Three answers, with the same questions for all.
+    """Three answers, with the same questions for all, and a fourth that not all have.
 
     why_not(heads, device, scores=None, plan=None) says why it cannot serve, or None; what is None is not known yet.
 
@@ -100,9 +100,14 @@ class Family(NamedTuple):
     maximum of the scores, scaled and capped, and the row sum of their exponentials, float32 [B, T, N], in the caller's
     order. In place of the maximum may be what the exponentials are relative to, up to 7 less. A row of no request, or
     that sees no token, has out 0, maximum -inf and sum 0. All of it is NaN where the plan does not hold.
+
+    attend_and_merge(call, scores, mailbox, sizes) does so on one of several devices, each of which has some of the
+    pages: it exchanges partials with the others through a mailbox of `between_devices` for merges, of these sizes, and
+    returns the mailbox for the next call, and the merged rows of the heads that are this device's part.
     """
 
     name: str
     why_not: Callable[..., str | None]
     tiling: Callable[[Heads, jax.Device], Tiling]
     attend: Callable[[Call, Scores], tuple[jax.Array, jax.Array, jax.Array]]
+    attend_and_merge: Callable[..., tuple[Any, tuple[jax.Array, jax.Array, jax.Array]]] | None = None

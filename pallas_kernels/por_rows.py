@@ -8,7 +8,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_kernels.compat import load, store
 from pallas_kernels.family import Call
@@ -29,7 +28,6 @@ class Merge(NamedTuple):
     head_dim: int
     num_ctas: int  # of PAC
     layout: Any  # of registers [rows, H]
-    dtype: DTypeLike  # of the output
 
     @property
     def of_rows(self) -> Any:
@@ -70,15 +68,14 @@ def rows_of_groups(num_groups: int) -> list[jax.ShapeDtypeStruct]:
 def merge_rows(
     refs: Any,
     merge: Merge,
-    group: jax.Array,
     head: jax.Array,
     begin: jax.Array,
     used_here: jax.Array,
     partials: tuple[jax.Array, ...],
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Merge rows [begin, begin + rows) of a tile for a kv head, of which the first `used_here` belong to requests.
 
-    Stores maximum and sum, and returns the output [rows, H].
+    Returns the output [rows, H], and maximum and sum [rows], float32.
     """
     rows, (first, last) = pl.ds(begin, merge.rows), partials
     violations = _count_violations(refs, merge.num_ctas)
@@ -90,14 +87,17 @@ def merge_rows(
     if hasattr(refs, "value_scale"):  # before the output is rounded
         merged *= refs.value_scale[head]
     merged = jnp.where(row + begin < used_here, merged, 0.0)
-    merged = (merged + nan_or_zero).astype(merge.dtype)  # [rows, H]
     # PAC leaves anything in rows that no request has.
     row_of_part = plgpu.broadcasted_iota(jnp.int32, row_sum.shape, 0, layout=merge.of_rows)
     row_sum = jnp.where(row_of_part + begin < used_here, row_sum, 0.0)
     row_max = jnp.where(row_sum == 0, -jnp.inf, row_max * _LN2)
-    store(refs.max.at[group, rows], row_max + nan_or_zero)
-    store(refs.sum.at[group, rows], row_sum + nan_or_zero)
-    return merged
+    return merged + nan_or_zero, row_max + nan_or_zero, row_sum + nan_or_zero
+
+
+def store_rows_of_groups(refs: Any, group: jax.Array, rows: Any, row_max: jax.Array, row_sum: jax.Array) -> None:
+    """Store maximum and sum of some rows of a merge group."""
+    store(refs.max.at[group, rows], row_max)
+    store(refs.sum.at[group, rows], row_sum)
 
 
 def _count_violations(refs: Any, num_ctas: int) -> jax.Array:

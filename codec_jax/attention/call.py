@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, overload
 
@@ -21,7 +22,7 @@ from codec_jax.errors import PlanError
 from codec_jax.forest import ONE_BYTE, DraftTrees, Forest, LatentPages
 from codec_jax.mesh import TENSOR, axis_size
 from codec_jax.planning import Plan, arrays_of
-from pallas_kernels import Call, Heads, Scores
+from pallas_kernels import Call, Family, Heads, Scores
 
 Residuals = tuple[Float[Array, "B T N"], Float[Array, "B T N"]]
 
@@ -136,6 +137,40 @@ def forest_attention(
 
     Source: CoDec, section 4 (doi 10.1145/3802028).
     """
+    out, residuals = attention_by(
+        _attend, query, key_pages, value_pages, forest, plan, drafts=drafts, scale=scale, softcap=softcap, sinks=sinks,
+        key_scale=key_scale, value_scale=value_scale, implementation=implementation, is_partial=return_residuals,
+        mesh=mesh,
+    )  # fmt: skip
+    return (out, residuals) if return_residuals else out
+
+
+def attention_by(
+    run: Callable[[Family, Call, Scores], tuple[Array, Array, Array]],
+    query: Float[Array, "B T N H"],
+    key_pages: Float[Array, "num_pages page_size K H"] | LatentPages,
+    value_pages: Float[Array, "num_pages page_size K V"] | None,
+    forest: Forest,
+    plan: Plan,
+    *,
+    drafts: DraftTrees | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
+    value_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
+    implementation: str | None = None,
+    is_partial: bool = True,
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, "B T n V"], Residuals]:
+    """Attention as `forest_attention` describes it, with whatever runs a call on one device; the residuals, too.
+
+    Args:
+      run: called with the backend, the call and the scores; returns what `Family.attend` does, perhaps of fewer heads.
+      query, key_pages, value_pages, forest, plan, drafts, scale, softcap, sinks, key_scale, value_scale,
+        implementation, mesh: as in `forest_attention`.
+      is_partial: whether plans of some pages are taken, for what comes out is going to be merged, or has been.
+    """
     if isinstance(key_pages, LatentPages):
         keys, quantisation = key_pages.latent, key_pages.quantisation
     else:
@@ -169,9 +204,8 @@ def forest_attention(
         check_name(implementation)
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
         arrays = (query, keys, value_pages, forest, plan, drafts, sinks, key_scale, value_scale)
-        out, residuals = attend_on_mesh(mesh, forest_attention, *arrays, **options)
-        return (out, residuals) if return_residuals else out
-    query = check_divided(query, keys, value_pages, plan, is_partial=return_residuals, has_sinks=sinks is not None)
+        return attend_on_mesh(mesh, forest_attention, *arrays, **options)
+    query = check_divided(query, keys, value_pages, plan, is_partial=is_partial, has_sinks=sinks is not None)
     rope = 0 if quantisation is None else quantisation.rotated.shape[3]
     heads = _check(query, keys, value_pages, forest, plan, drafts, rope=rope)
     scores = Scores(1.0 / math.sqrt(heads.head_dim) if scale is None else scale, softcap)
@@ -197,12 +231,15 @@ def forest_attention(
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
     call = Call(query, keys, value_pages, position, first, *planned, *beside)
     call = _with_scales(call, *_in_float32(key_scale, value_scale))
-    out, row_max, row_sum = backend.attend(call, scores)
+    out, row_max, row_sum = run(backend, call, scores)
     residuals = row_max, row_sum
     if sinks is not None:
         out, residuals = add_sinks(out, residuals, sinks)
-    out = out.astype(dtype)
-    return (out, residuals) if return_residuals else out
+    return out.astype(dtype), residuals
+
+
+def _attend(family: Family, call: Call, scores: Scores) -> tuple[Array, Array, Array]:
+    return family.attend(call, scores)
 
 
 def _in_float32(*scales: Array | None) -> tuple[Array | None, ...]:

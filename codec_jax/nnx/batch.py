@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from codec_jax.attention import forest_attention
+from codec_jax.attention.call import attention_by
 from codec_jax.attention.pac_por import Partial, add_sinks, por
 from codec_jax.forest import NO_SLOT, DraftTrees, Forest, KVPages, LatentPages, Pages
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.planning import Plan
-from pallas_kernels import Window
+from pallas_kernels import Call, Family, Scores, Window
 
 #: A plan, or one for each of a model's windows; then, with K and V kept beside latents, as many of these.
 Plans = Plan | tuple[Plan, ...]
@@ -93,27 +93,37 @@ def attend(
     Beside latents, K and V of every head are attended in the batches that have plans for them.
     """
     plans = [plans_for(batch.plan, scoring.window) for batch in batches]
-    over = partial(_partial, batches, implementation, scoring)
-    attended = over([of_batch[0] for of_batch in plans], query, pages)
-    if by_heads is not None:
+    if by_heads is None:
+        merged = _partial(
+            batches, implementation, scoring, parallel.attend, [of_batch[0] for of_batch in plans], query, pages
+        )
+    else:
+        over = partial(_partial, batches, implementation, scoring, _here)
+        attended = over([of_batch[0] for of_batch in plans], query, pages)
         attended = replace(attended, out=by_heads.values(attended.out))
         if any(len(of_batch) > 1 for of_batch in plans):
             kept = over([of_batch[1] if len(of_batch) > 1 else None for of_batch in plans], *by_heads[:2])
             attended = por(attended, replace(kept, out=kept.out.astype(jnp.float32)))
-    out, *residuals = parallel.merge(attended.out, attended.max, attended.sum)
+        merged = Partial(*parallel.merge(attended.out, attended.max, attended.sum))
     # Here, so that they count once however many devices have a part of a row.
-    return out if scoring.sinks is None else add_sinks(out, (residuals[0], residuals[1]), scoring.sinks)[0]
+    return merged.out if scoring.sinks is None else add_sinks(merged.out, (merged.max, merged.sum), scoring.sinks)[0]
+
+
+def _here(family: Family, call: Call, scores: Scores) -> tuple[Array, Array, Array]:
+    """Run a call over the pages of this device."""
+    return family.attend(call, scores)
 
 
 def _partial(
     batches: Sequence[Batch],
     implementation: str | None,
     scoring: Scoring,
+    run: Callable[[Family, Call, Scores], tuple[Array, Array, Array]],
     plans: Sequence[Plan | None],
     query: Float[Array, "B T N H"],
     pages: Pages,
 ) -> Partial:
-    """Attend in the batches that have a plan; rows of the others see none of these pages."""
+    """Attend in the batches that have a plan, each by `run`; rows of the others see none of these pages."""
     quantisation = pages.quantisation if isinstance(pages, KVPages) else None
     key_scale, value_scale = (None, None) if quantisation is None else quantisation[:2]
     keys, partials = pages.key if isinstance(pages, KVPages) else pages, []
@@ -122,10 +132,10 @@ def _partial(
             assert pages.value is not None
             partials.append(Partial.empty(part.shape[:3], pages.value.shape[3]))
             continue
-        out, residuals = forest_attention(
-            part, keys, pages.value, batch.forest, plan.local(),
+        out, residuals = attention_by(
+            run, part, keys, pages.value, batch.forest, plan.local(),
             drafts=batch.drafts, scale=scoring.scale, softcap=scoring.softcap, key_scale=key_scale,
-            value_scale=value_scale, implementation=implementation, return_residuals=True,
+            value_scale=value_scale, implementation=implementation,
         )  # fmt: skip
         partials.append(Partial(out, *residuals))
     return jax.tree.map(lambda *parts: _join(parts), *partials)

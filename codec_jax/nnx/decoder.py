@@ -208,7 +208,7 @@ class Decoder(nnx.Module):
         slots = in_window = lax.optimization_barrier(parallel.local_slots(rows.slots, cache[0]))
         if places is not None:
             in_window = lax.optimization_barrier(in_places(slots, places, cache[0].key.shape[1]))
-        x, parallel = parallel.embed(self.embed, rows.tokens, self.config)
+        x, parallel = parallel.embed(self.embed, rows.tokens, self.config, [batch.tokens.shape for batch in batches])
         run, update, written = partial(attend, batches, implementation, parallel), None, []
         for layer, (block, pages) in enumerate(zip(self.blocks, cache, strict=True)):
             here = slots if self.config.window_of(layer) is None else in_window

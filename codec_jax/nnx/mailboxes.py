@@ -2,7 +2,7 @@
 
     sums     of hidden states, over all devices, perhaps with the norm that comes next
     gathers  of queries, keys and values, over the devices of a group that compute parts of them
-    merges   of attention, over the devices of a group that have parts of the pages
+    merges   of attention, over the devices of a group that have parts of the pages; POR itself exchanges them
 
 What the kernels do not take, or what is too large to send to every device, is left to XLA's collectives.
 """
@@ -20,10 +20,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size
+from pallas_kernels import Call, Family, Scores
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges, of_rows
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
 from pallas_kernels.hopper.head_rows import Norm
-from pallas_kernels.hopper.tiling import why_not_on
+from pallas_kernels.hopper.tiling import columns_of, why_not_on
 
 
 def why_not(mesh: Mesh) -> str | None:
@@ -65,6 +66,7 @@ class Mailbox:
     like: tuple[tuple[int, ...], Any]  # shape and dtype of what is exchanged
     sizes: Sizes
     memory: tuple[Any, ...]  # references
+    is_by_rows: bool = False  # whether sums go through it with the norm that comes next
 
     @classmethod
     def for_arrays(cls, seed: Any, x: Any, devices: int, stride: int = 1) -> Mailbox | None:
@@ -85,7 +87,7 @@ class Mailbox:
         Args:
           seed, x, devices, stride: as in `for_arrays`.
         """
-        return cls._open(seed, x, of_rows(x, devices, stride))
+        return cls._open(seed, x, of_rows(x, devices, stride), is_by_rows=True)
 
     @classmethod
     def for_columns(cls, seed: Any, x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> Mailbox | None:
@@ -98,33 +100,30 @@ class Mailbox:
         return cls._open(seed, x, of_columns(x, parts, devices, stride))
 
     @classmethod
-    def for_merges(cls, seed: Any, out: Any, devices: int, stride: int = 1) -> Mailbox | None:
-        """Make one for merges of partials like out, [B, T, heads, V]; None if they are not for the kernel.
+    def for_merges(cls, seed: Any, query: Any, num_kv_heads: int, devices: int, stride: int = 1) -> Mailbox | None:
+        """Make one for merges of attention of queries like this, [B, T, N, H]; None if they are not for the kernel.
 
         Args:
-          seed, out, devices, stride: as in `for_arrays`; each device gets its heads.
+          seed, query, devices, stride: as in `for_arrays`; each device gets its part of the N heads.
+          num_kv_heads: K, of those that a device attends with.
         """
-        return cls._open(seed, out, of_merges(out, devices, stride))
+        _, columns = columns_of((query.shape[-1],) * 2)
+        return cls._open(seed, query, of_merges(query, num_kv_heads, columns, devices, stride))
 
     @classmethod
-    def _open(cls, seed: Any, like: Any, sizes: Sizes | None) -> Mailbox | None:
+    def _open(cls, seed: Any, like: Any, sizes: Sizes | None, *, is_by_rows: bool = False) -> Mailbox | None:
         if sizes is None:
             return None
         # A JAX that was built without GPU support may not have the kernels' dialect.
         from pallas_kernels.between_devices.mailbox import empty
 
         memory = empty(seed.reshape(1), sizes=sizes)
-        return cls((like.shape, like.dtype), sizes, tuple(jax.new_ref(each) for each in memory))
+        return cls((like.shape, like.dtype), sizes, tuple(jax.new_ref(each) for each in memory), is_by_rows)
 
     @property
     def opened(self) -> Int[Array, ""]:
         """Return 0, which there is not before there is the mailbox: who has that of all devices may send."""
         return self.memory[1][...][0]
-
-    @property
-    def is_by_rows(self) -> bool:
-        """Whether sums go through it with the norm that comes next."""
-        return self.sizes.row > 0
 
     def takes(self, x: Float[Array, "*shape"]) -> bool:
         """Whether it is for arrays like x."""
@@ -150,11 +149,11 @@ class Mailbox:
 
         return self._run(partial(collect, parts=tuple(parts)), x)
 
-    def merge(self, *partial: Float[Array, "*rows"]) -> tuple[Array, Array, Array]:
-        """Merge output, maximum and sum of the devices of a group; each gets its heads."""
-        from pallas_kernels.between_devices.merge_parts import merge_parts
-
-        return self._run(merge_parts, *partial)
+    def attend(self, family: Family, call: Call, scores: Scores) -> tuple[Array, Array, Array]:
+        """Attend over the pages of all devices of a group, by `Family.attend_and_merge`; each gets its heads."""
+        merging = family.attend_and_merge
+        assert merging is not None
+        return self._run(lambda memory, sizes: merging(call, scores, memory, sizes))
 
     def _run(self, kernel: Callable[..., tuple[Any, Any]], *arrays: Array) -> Any:
         from pallas_kernels.between_devices.mailbox import Memory

@@ -5,7 +5,7 @@ divided among all S, but for that of queries, keys and values where its weights 
 compute what a gather would bring. Attention is divided among T groups by heads, and among the C devices of a group by
 pages.
 
-    x ─► columns b ─► gather ─► K, V to the pages ─► attend ─► merge ─► rows b ─► reduce ─► + x
+    x ─► columns b ─► gather ─► K, V to the pages ─► attend,  merge ─► rows b ─► reduce ─► + x
                       all that  that live here       to those  heads b    and norm
                       group t                        pages
                       has
@@ -42,6 +42,7 @@ from codec_jax.forest import Pages
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size, check_mesh
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.mailboxes import Mailbox, stride_of
+from pallas_kernels import Call, Family, Scores
 from pallas_kernels.varying import vary_like
 
 
@@ -55,7 +56,7 @@ class Parallel:
     stride: int | None = field(default=None, compare=False)
     sums: Mailbox | None = field(default=None, compare=False)  # of hidden states, from `embed` on
     gathers: Mailbox | None = field(default=None, compare=False)  # of columns
-    merges: Mailbox | None = field(default=None, compare=False)  # of attention
+    merges: tuple[Mailbox, ...] = field(default=(), compare=False)  # of attention, by the batch
     differentiable: bool = False  # what is computed: by XLA alone then, as kernels have no derivatives
 
     @classmethod
@@ -124,11 +125,16 @@ class Parallel:
         return jnp.where((local >= 0) & (local < own), local, own)
 
     def embed(
-        self, lookup: Callable[[Array], Array], tokens: Int[Array, "B T"], config: DecoderConfig
+        self,
+        lookup: Callable[[Array], Array],
+        tokens: Int[Array, "B T"],
+        config: DecoderConfig,
+        batches: Sequence[tuple[int, ...]],
     ) -> tuple[Float[Array, "B T D"], Parallel]:
         """Look tokens up where their rows of the embedding are; return what to go on with, too.
 
-        Devices whose kernels may write to each other's memory meet there: from then on they do.
+        Devices whose kernels may write to each other's memory meet there: from then on they do. The tokens are those of
+        several batches, perhaps, of these shapes.
         """
         if not self.axes:
             return lookup(tokens), self
@@ -136,29 +142,32 @@ class Parallel:
         token = tokens - lax.axis_index(self.axes) * rows
         is_here = (token >= 0) & (token < rows)
         x = jnp.where(is_here[..., None], lookup(jnp.where(is_here, token, 0)), 0)
-        opened = self._with_mailboxes(jnp.ravel(tokens)[0].astype(jnp.int32), x, config)
-        for mailbox in (opened.sums, opened.gathers, opened.merges):
+        opened = self._with_mailboxes(jnp.ravel(tokens)[0].astype(jnp.int32), x, config, batches)
+        for mailbox in (opened.sums, opened.gathers, *opened.merges):
             if mailbox is not None:  # so that a device that has this sum knows that all have theirs
                 x += mailbox.opened.astype(x.dtype)
         return self.reduce(x), opened
 
-    def _with_mailboxes(self, token: Int[Array, ""], x: Float[Array, "B T D"], config: DecoderConfig) -> Parallel:
+    def _with_mailboxes(
+        self, token: Int[Array, ""], x: Float[Array, "B T D"], config: DecoderConfig, batches: Sequence[tuple[int, ...]]
+    ) -> Parallel:
         """Make those that the layers of a step need; they depend on one of its tokens, and on different numbers."""
         if self.stride is None:
             return self
-        group, gathers, merges = (self.context, self.stride), None, None
+        group, gathers, merges = (self.context, self.stride), None, []
         if self.context > 1 and config.latent is None:
-            num_q_heads, _ = self.heads(config.num_q_heads, config.num_kv_heads)
-            of_heads = jax.ShapeDtypeStruct((*x.shape[:2], num_q_heads, config.head_dim), x.dtype)
-            merges = Mailbox.for_merges(token + 1, of_heads, *group)
+            num_q_heads, num_kv_heads = self.heads(config.num_q_heads, config.num_kv_heads)
             if not repeated_bytes(config, self):
                 own = [size // self.context for size in self.columns(config)]
                 of_columns = jax.ShapeDtypeStruct((*x.shape[:2], sum(own)), x.dtype)
-                gathers = Mailbox.for_columns(token + 2, of_columns, own, *group)
+                gathers = Mailbox.for_columns(token + 1, of_columns, own, *group)
+            for number, shape in enumerate(dict.fromkeys(batches)):
+                query = jax.ShapeDtypeStruct((*shape, num_q_heads, config.head_dim), x.dtype)
+                merges.append(Mailbox.for_merges(token + 2 + number, query, num_kv_heads, *group))
         # Where a norm comes right after a sum, rows that have both in one kernel.
         by_rows = Mailbox.for_rows(token, x, self.devices) if config.norm_placement == "before" else None
         sums = by_rows or Mailbox.for_arrays(token, x, self.devices)
-        return replace(self, sums=sums, gathers=gathers, merges=merges)
+        return replace(self, sums=sums, gathers=gathers, merges=tuple(filter(None, merges)))
 
     def join(self, logits: Float[Array, "*part"], axis: int = -1) -> Float[Array, "*whole"]:
         """Return the logits of which each device has a run along an axis: of the vocabulary, or of the rows."""
@@ -216,11 +225,14 @@ class Parallel:
         self, out: Float[Array, "B T N H"], row_max: Float[Array, "B T N"], row_sum: Float[Array, "B T N"]
     ) -> tuple[Float[Array, "B T n H"], Float[Array, "B T n"], Float[Array, "B T n"]]:
         """Merge attention over the pages of each device of a group; each gets its part of the group's heads."""
-        if self.context == 1:
-            return out, row_max, row_sum
-        if self.merges is not None and self.merges.takes(out):
-            return self.merges.merge(out, row_max, row_sum)
-        return merge_heads(out, row_max, row_sum, CONTEXT)
+        return (out, row_max, row_sum) if self.context == 1 else merge_heads(out, row_max, row_sum, CONTEXT)
+
+    def attend(self, family: Family, call: Call, scores: Scores) -> tuple[Array, Array, Array]:
+        """Run a call over the pages of all devices of a group; each gets its part of the group's heads."""
+        mailbox = next((mailbox for mailbox in self.merges if mailbox.takes(call.query)), None)
+        if mailbox is not None and family.attend_and_merge is not None:
+            return mailbox.attend(family, call, scores)
+        return self.merge(*family.attend(call, scores))
 
 
 #: One device, which has everything.

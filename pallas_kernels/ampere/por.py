@@ -77,7 +77,7 @@ def por(
         query_tokens=tokens,
         num_q_heads=num_q_heads,
         num_kv_heads=plan.heads.num_kv_heads,
-        merge=Merge(rows, turns, columns, plan.cta_begin.shape[0], _layout(columns), dtype),
+        merge=Merge(rows, turns, columns, plan.cta_begin.shape[0], _layout(columns)),
     )
     inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
     names = [*inputs, "out", "max", "sum", "places"]
@@ -108,10 +108,11 @@ def _merge(refs: Any, sizes: _Sizes) -> None:
     first, last = refs.merge_ptr[group], refs.merge_ptr[group + 1]
     used_here = refs.used_rows[0] - tile * sizes.packing.tile_rows  # rows of the tile
     places = _places(refs, sizes, tile, head, begin)
-    merged = por_rows.merge_rows(refs, merge, group, head, begin, used_here, (first, last))  # [rows, H]
+    merged, *softmax = por_rows.merge_rows(refs, merge, head, begin, used_here, (first, last))  # [rows, H]
+    por_rows.store_rows_of_groups(refs, group, pl.ds(begin, merge.rows), *softmax)
     refs.places[...] = places
     of_rows = load(refs.places.at[pl.ds(0, merge.rows)], merge.of_rows)  # [rows]
-    instructions.store_rows(refs.out, merge.over_columns(of_rows), merged, merge.layout)
+    instructions.store_rows(refs.out, merge.over_columns(of_rows), merged.astype(refs.out.dtype), merge.layout)
 
 
 def _places(refs: Any, sizes: _Sizes, tile: jax.Array, head: jax.Array, begin: jax.Array) -> jax.Array:

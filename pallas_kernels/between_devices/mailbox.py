@@ -78,11 +78,17 @@ def empty(seed: jax.Array, sizes: Sizes) -> Memory:
 
     shapes = (_TURNS * sizes.devices * sizes.slot,), (sizes.blocks,)
     out_type = [jax.ShapeDtypeStruct(shape, jnp.int32, manual_axis_type=NOWHERE) for shape in shapes]
-    return Memory(*_kernel("empty_mailbox", body, out_type, sizes)(unvaried(seed)))
+    return Memory(*_kernel("empty_mailbox", body, out_type, {"blocks": sizes.blocks})(unvaried(seed)))
 
 
 def call(
-    name: str, body: Callable[..., None], mailbox: Memory, inputs: Sequence[jax.Array], out_type: Any, sizes: Sizes
+    name: str,
+    body: Callable[..., None],
+    mailbox: Memory,
+    inputs: Sequence[jax.Array],
+    out_type: Any,
+    sizes: Sizes,
+    grid: dict[str, int] | None = None,
 ) -> tuple[Memory, Any]:
     """Call a kernel between devices; return the mailbox for the next call, and the results.
 
@@ -93,9 +99,10 @@ def call(
       inputs: arrays.
       out_type: shapes and dtypes of the results.
       sizes: of the mailbox.
+      grid: names and sizes of the thread blocks' dimensions, where these are not one of "blocks".
     """
     refs = [jax.new_ref(unvaried(each)) for each in mailbox]
-    results = _kernel(name, body, out_type, sizes)(*map(unvaried, inputs), *refs)
+    results = _kernel(name, body, out_type, grid or {"blocks": sizes.blocks})(*map(unvaried, inputs), *refs)
     return Memory(*(jax.freeze(ref) for ref in refs)), results
 
 
@@ -120,15 +127,19 @@ def run(
     return call(name, body, mailbox, inputs, out_type, sizes)
 
 
-def _kernel(name: str, body: Any, out_type: Any, sizes: Sizes) -> Any:
-    """Make a kernel whose threads have words of a mailbox; it does not wait for other devices to begin."""
+def _kernel(name: str, body: Any, out_type: Any, grid: dict[str, int]) -> Any:
+    """Make a kernel whose threads have words of a mailbox; it does not wait for other devices to begin.
+
+    None of them gives others anything through shared memory.
+    """
     make_params: Any = plgpu.CompilerParams  # the versions differ in its fields
     params = make_params(
+        approx_math=True,
         lowering_semantics=plgpu.LoweringSemantics.Lane,  # in the other one a reference to another device is lost
         skip_device_barrier=True,
         unsafe_no_auto_barriers=True,
     )
-    mesh = plgpu.Mesh(grid=(sizes.blocks,), grid_names=("blocks",))
+    mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid))
     return pl.kernel(body, out_type=out_type, mesh=mesh, compiler_params=params, name=name)
 
 

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.packing import TILE_ROWS, Packing
+from pallas_kernels.por_grain import grain_of
+
 THREADS = 128  # of a thread block, as in `by_thread`, which not every JAX can import
 #: Words that threads share.
 SHARED = 2
@@ -16,6 +19,8 @@ _MOST_BYTES = 4 << 20
 _MOST_BLOCKS = 1024
 #: Words of a row that fit the registers of a thread.
 _MOST_WORDS = 32
+#: Columns of POR are divided among the lanes of a warp or two.
+_COLUMNS = 64
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -23,20 +28,12 @@ class Sizes(NamedTuple):
     """Whom a mailbox is for, and how much."""
 
     devices: int  # of a group, which send to each other
-    words: int  # that a device sends to another one, of 32 bits
-    sharing: int = 0  # threads that share two words beside their own; 0 if none do
+    words: int  # that a device sends, of 32 bits
+    width: int  # words that a thread sends at once
+    chunks: int = 1  # times that a thread does
+    sharing: int = 0  # threads that share two words beside a chunk each; 0 if none do
     stride: int = 1  # from one of the devices to the next, in the numbers of all
-    row: int = 0  # words of a row, if a thread block has all of a row
-
-    @property
-    def width(self) -> int:
-        """Words that a thread sends at once."""
-        return math.gcd((self.row or self.words) // THREADS, 4)
-
-    @property
-    def chunks(self) -> int:
-        """How many times a thread sends so many words."""
-        return max(self.row // (THREADS * self.width), 1)
+    to_one: bool = False  # each chunk goes to one of the devices, in place of all
 
     @property
     def blocks(self) -> int:
@@ -52,7 +49,7 @@ class Sizes(NamedTuple):
     @property
     def sent_bytes(self) -> int:
         """What a device sends to others."""
-        return 4 * self.slot * (self.devices - 1)
+        return 4 * self.slot * (self.devices - 1) // (self.devices if self.to_one else 1)
 
 
 def of_arrays(x: Any, devices: int, stride: int = 1) -> Sizes | None:
@@ -62,7 +59,8 @@ def of_arrays(x: Any, devices: int, stride: int = 1) -> Sizes | None:
       x: anything with a shape and a dtype.
       devices, stride: as in `Sizes`.
     """
-    return _checked(x, Sizes(devices, math.prod(x.shape) * x.dtype.itemsize // 4, stride=stride))
+    words = math.prod(x.shape) * x.dtype.itemsize // 4
+    return _checked(x, Sizes(devices, words, math.gcd(words // THREADS, 4), stride=stride))
 
 
 def of_rows(x: Any, devices: int, stride: int = 1) -> Sizes | None:
@@ -76,7 +74,10 @@ def of_rows(x: Any, devices: int, stride: int = 1) -> Sizes | None:
     """
     sizes, row = of_arrays(x, devices, stride), x.shape[-1] // 2
     is_whole = x.dtype.itemsize == 2 and x.shape[-1] % (2 * THREADS) == 0 and row <= _MOST_WORDS * THREADS
-    return _checked(x, sizes._replace(row=row)) if sizes is not None and is_whole else None
+    if sizes is None or not is_whole:
+        return None
+    width = math.gcd(row // THREADS, 4)
+    return _checked(x, sizes._replace(width=width, chunks=row // (THREADS * width)))
 
 
 def of_columns(x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> Sizes | None:
@@ -91,19 +92,31 @@ def of_columns(x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> S
     return None if sizes is None or any(part * x.dtype.itemsize % (4 * sizes.width) for part in parts) else sizes
 
 
-def of_merges(out: Any, devices: int, stride: int = 1) -> Sizes | None:
-    """Return the sizes for merges of partials like out, [..., heads, V]; None if they are not for the kernel.
+def of_merges(query: Any, num_kv_heads: int, value_dim: int, devices: int, stride: int = 1) -> Sizes | None:
+    """Return the sizes for merges of attention of a query [B, T, N, H]; None if they are not for the kernel.
 
     Args:
-      out: anything with a shape and a dtype.
-      devices, stride: as in `Sizes`; each device gets its heads.
+      query: anything with a shape and a dtype, which the output has, too.
+      num_kv_heads: K, as a device attends with them.
+      value_dim: V, of the output as POR has it, a multiple of 64.
+      devices, stride: as in `Sizes`; each device gets its part of the N heads.
     """
-    words_of_head = out.shape[-1] * out.dtype.itemsize // 4
-    words = math.prod(out.shape[:-1]) // devices * words_of_head
-    sharing, rest = divmod(words_of_head, Sizes(devices, words).width)
-    if out.shape[-2] % devices or rest or THREADS % max(sharing, 1):
+    batch, tokens, num_q_heads, _ = query.shape
+    if num_q_heads % devices or value_dim % _COLUMNS or query.dtype not in _DTYPES:
         return None
-    return _checked(out, Sizes(devices, words, sharing, stride))
+    group, of_word = num_q_heads // num_kv_heads, 4 // query.dtype.itemsize
+    groups = num_kv_heads * -(-batch * tokens * group // Packing.of(group).tile_rows)
+    grain = grain_of(groups, value_dim, least=of_word)
+    sizes = Sizes(
+        devices,
+        words=groups * TILE_ROWS * value_dim // of_word,
+        width=grain.numbers(value_dim) // of_word,
+        chunks=grain.chunks(value_dim),
+        sharing=grain.threads,
+        stride=stride,
+        to_one=True,
+    )
+    return _checked(query, sizes)
 
 
 def _checked(x: Any, sizes: Sizes) -> Sizes | None:

@@ -10,28 +10,38 @@ from test_ampere_compiles import GPUS
 
 COMPILE = """
 import sys
-import jax, jax.numpy as jnp
+from functools import partial
+from pathlib import Path
+import codec_jax, jax, jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 from codec_jax.nnx.mailboxes import Mailbox
+from pallas_kernels.between_devices.por import por
 from pallas_kernels.hopper.head_rows import Norm
+
+sys.path.append(str(Path(codec_jax.__file__).parents[1] / "tests"))
+from merge_calls import Rows, partials_of
 
 topology = topologies.get_topology_desc(platform="cuda", target_config=sys.argv[1], topology="1x1x2")
 mesh = topologies.make_mesh(topology, (2,), ("context",))
 everywhere, divided = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("context")
 out = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
 
+@partial(jax.jit, static_argnames="sizes")
+def merge(memory, rows, sizes):
+    return por(*partials_of(rows, 8), memory, sizes)
+
 def turn(i, x, weights):
     token = x[0, 0].astype(jnp.int32)
     sums, gathers = Mailbox.for_arrays(token, x, 2), Mailbox.for_columns(token + 1, x, [2304, 256], 2)
-    merges, norms = Mailbox.for_merges(token + 2, out, 2), Mailbox.for_rows(token + 3, x, 2)
+    merges, norms = Mailbox.for_merges(token + 2, out, 8, 2), Mailbox.for_rows(token + 3, x, 2)
     for mailbox in (sums, gathers, merges, norms):
         x += mailbox.opened.astype(x.dtype)
     x = lax.psum(x, "context")
     for _ in range(3):
         x = sums.add_up(jnp.tanh(x @ weights[0])) + gathers.collect(jnp.tanh(x @ weights[0]), [2304, 256])[:, :2560]
         rows = jnp.ones(out.shape[:3], jnp.float32)
-        merged, _, _ = merges.merge(jnp.tile(x, 2)[:, : 32 * 128].reshape(out.shape), rows, rows)
+        merged, _, _ = merges._run(merge, Rows(jnp.tile(x, 2)[:, : 32 * 128].reshape(out.shape), rows, rows))
         share = jnp.dot(x.reshape(16, 4, 640).swapaxes(0, 1), weights[0][:640], preferred_element_type=jnp.float32)
         x, normed = norms.add_up_and_norm(x, share, jnp.tanh(x.max(0)), Norm(1e-6, False))
         x += normed + jnp.pad(merged.reshape(16, -1), ((0, 0), (0, x.shape[1] - 16 * 128)))

@@ -18,14 +18,16 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
+from codec_jax.attention import backends
 from codec_jax.attention.exchange import merge_heads
+from codec_jax.attention.xla import XLA
 from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, mailboxes, parallel, parts
 from codec_jax.nnx.mailboxes import Mailbox
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges, of_rows
 from pallas_kernels.hopper.head_rows import Norm
 
 CONFIG = DecoderConfig(
-    VOCAB, 32, 48, num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=32, dtype=jnp.float32, param_dtype=jnp.float32,
+    VOCAB, 32, 48, num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=64, dtype=jnp.float32, param_dtype=jnp.float32,
 )  # fmt: skip
 WHOLE = Dense(Decoder(CONFIG, nnx.Rngs(0)))
 
@@ -50,7 +52,7 @@ class Collectives(Mailbox):
         return self.count("sums", lambda x: lax.psum(x, axes), x)
 
     def add_up_and_norm(self, x: Any, parts: Any, factors: Any, norm: Norm) -> Any:
-        assert self.sizes.row
+        assert self.is_by_rows
         axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
         share = parts.sum(0).astype(x.dtype).reshape(self.like[0])
         total = x + self.count("sums with norms", lambda share: lax.psum(share, axes), share).reshape(x.shape)
@@ -65,8 +67,11 @@ class Collectives(Mailbox):
 
         return self.count("gathers", joined, x)
 
-    def merge(self, *partial: Any) -> Any:
-        return self.count("merges", lambda *partial: merge_heads(*partial, "context"), *partial)
+    def attend(self, family: Any, call: Any, scores: Any) -> Any:
+        def merged(_: Any) -> Any:
+            return merge_heads(*family.attend(call, scores), "context")
+
+        return self.count("merges", merged, call.query)
 
 
 @pytest.fixture
@@ -74,14 +79,15 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Exchanges in the layers of each program that is traced."""
     counted = Counter[str]()
 
-    def open_one(seed: Any, like: Any, sizes: Sizes | None) -> Mailbox | None:
+    def open_one(seed: Any, like: Any, sizes: Sizes | None, *, is_by_rows: bool = False) -> Mailbox | None:
         assert (seed.shape, seed.dtype) == ((), jnp.int32)
         memory = (None, jax.new_ref(np.zeros(1, np.int32)))
-        return sizes and Collectives((like.shape, like.dtype), sizes, memory)
+        return sizes and Collectives((like.shape, like.dtype), sizes, memory, is_by_rows)
 
     monkeypatch.setattr(Collectives, "counts", counted, raising=False)
     monkeypatch.setattr(Mailbox, "_open", staticmethod(open_one))
     monkeypatch.setattr(mailboxes, "why_not", lambda _: None)
+    monkeypatch.setattr(backends, "BACKENDS", (XLA._replace(attend_and_merge=lambda *_: None),))
     return counted
 
 
@@ -93,7 +99,7 @@ def test_layers_exchange_through_mailboxes(
     if gathers:
         monkeypatch.setattr(parallel, "_BYTES_OF_A_KERNEL", 0)
     if by_rows:  # as hidden states of 16 bits are, which would hide mistakes here
-        monkeypatch.setattr(mailboxes, "of_rows", lambda *given: of_arrays(*given)._replace(row=CONFIG.hidden_size))
+        monkeypatch.setattr(mailboxes, "of_rows", of_arrays)
         monkeypatch.setattr(parts, "number_of_parts", lambda depth, *_: 2)
     placed = PlacedDecoder.of(WHOLE.model, mesh_of(context, tensor))
     steps = 3 if by_rows else 2  # a program of its own
@@ -133,22 +139,30 @@ def test_the_way_along_context_is_as_the_mesh_has_it(monkeypatch: pytest.MonkeyP
 
 def test_sizes_by_hand() -> None:
     hidden = jax.ShapeDtypeStruct((16, 1, 2560), jnp.bfloat16)
-    assert of_arrays(hidden, 2) == Sizes(2, 20480)
-    assert (of_arrays(hidden, 2).width, of_arrays(hidden, 2).blocks) == (4, 40)
+    assert of_arrays(hidden, 2) == Sizes(2, 20480, width=4)
+    assert of_arrays(hidden, 2).blocks == 40
     # A thread has 4 words, which are 8 numbers.
-    assert of_columns(hidden, [2048, 504, 8], 2) == Sizes(2, 20480)
+    assert of_columns(hidden, [2048, 504, 8], 2) == Sizes(2, 20480, width=4)
     assert of_columns(hidden, [2048, 508, 4], 2) is None
     # A thread block has a row of 1,280 words, of which a thread sends 2 at a time, five times.
     sizes = of_rows(hidden, 2)
-    assert sizes == Sizes(2, 20480, row=1280)
-    assert (sizes.width, sizes.chunks, sizes.blocks) == (2, 5, 16)
+    assert sizes == Sizes(2, 20480, width=2, chunks=5)
+    assert sizes.blocks == 16
     # 11.25 words a thread; 64; 2,048 thread blocks; and 1,280 of sums alone.
     for shape in (16, 1, 2880), (16, 1, 16_384), (2048, 1, 512), (256, 1, 5120):
         assert of_rows(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 2) is None
     assert of_rows(jax.ShapeDtypeStruct((16, 1, 2560), jnp.float32), 2) is None
     out = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
-    # 16 rows of 8 heads for each of 4 devices, of 64 words each, which 16 threads have; two words beside for each.
-    sizes = of_merges(out, 4, 2)
-    assert sizes == Sizes(4, 16 * 8 * 64, 16, 2)
-    assert sizes.slot == 16 * 8 * (64 + 2)
-    assert sizes.sent_bytes == 3 * 4 * sizes.slot
+    # 16 rows of 32 heads, 64 words each, of which a thread of a warp has two; two words beside for each row. A thread
+    # block has four rows. The last tile of 8 kv heads is the first: 16 requests have 64 rows of each.
+    sizes = of_merges(out, 8, 128, 4, 2)
+    assert sizes == Sizes(4, 16 * 32 * 64, width=2, sharing=32, stride=2, to_one=True)
+    assert sizes.blocks == 16 * 32 // 4
+    assert sizes.slot == 16 * 32 * (64 + 2)
+    assert sizes.sent_bytes == 3 * 4 * 16 * 8 * (64 + 2)  # all but this device's own heads
+    # Of 3 x 2 rows of one kv head one tile of 64, two rows a thread block, 256 numbers a row: two of a thread, twice.
+    sizes = of_merges(jax.ShapeDtypeStruct((3, 2, 8, 256), jnp.bfloat16), 1, 256, 2)
+    assert sizes == Sizes(2, 64 * 128, width=1, chunks=2, sharing=64, to_one=True)
+    # Two warps for a row of 64 numbers would have half a word a thread: one warp, and 4 rows a thread block.
+    sizes = of_merges(jax.ShapeDtypeStruct((1, 1, 8, 64), jnp.bfloat16), 2, 64, 2)
+    assert (sizes.width, sizes.sharing, sizes.blocks) == (1, 32, 2 * 64 // 4)
