@@ -56,12 +56,15 @@ from benchmarks.scaling_model import (
 from benchmarks.scaling_predictions import costs_of_an_h200, predict_all
 from benchmarks.timing import command, parse, wall_time
 from benchmarks.turns import GPU, compiled
+from codec_jax import Forest, make_plan
 from codec_jax.attention import forest_attention
+from codec_jax.attention.call import attention_by
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx import Decoder, DecoderConfig, random_decoder
 from codec_jax.nnx.mailboxes import Mailbox, stride_of
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.shards import everywhere
+from pallas_kernels import Call, Family, Scores
 
 #: Tokens of documents over which attention is timed alone.
 ROOTS = (120_000, 1 << 20)
@@ -69,8 +72,8 @@ ROOTS = (120_000, 1 << 20)
 #: Of attention and exchanges, so many in a loop; of each loop and step, rounds of calls, each as long as that at most.
 IN_A_LOOP, CALLS, ROUNDS, ROUND_SECONDS = 100, 10, 3, 0.3
 
-#: Numbers of a head whose partials are exchanged, as those of most models.
-_HEAD = 128
+#: The heads whose partials are exchanged.
+_Q_HEADS, _KV_HEADS, _HEAD = 32, 8, 128
 
 
 def main() -> None:
@@ -259,11 +262,11 @@ def loop_of(exchange: Exchange, *, alone: bool) -> partial[Array]:
     count = exchange.devices
     devices = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
     numbers = -(-exchange.bytes // 2 // count) * count  # of 2 bytes
-    if exchange.kind == "merge_parts":  # heads have 8 bytes more each
+    if exchange.kind == "por":  # heads have 8 bytes more each
         numbers = exchange.bytes // (2 * _HEAD + 8) * _HEAD
 
     def run(x: Array) -> Array:
-        exchanged, x = (lambda x: x, x) if alone else _exchange(exchange, x)
+        exchanged, x = _exchange(exchange, x, alone=alone) if exchange.kind == "por" or not alone else (lambda x: x, x)
 
         def step(_: Array, x: Array) -> Array:
             return exchanged(x) * (0.5 / count) + 1  # stays finite
@@ -276,8 +279,11 @@ def loop_of(exchange: Exchange, *, alone: bool) -> partial[Array]:
     return partial(jax.jit(loop), array)
 
 
-def _exchange(exchange: Exchange, x: Array) -> tuple[Callable[[Array], Array], Array]:
-    """Return what exchanges arrays like x, and x, which is there when all devices are ready to."""
+def _exchange(exchange: Exchange, x: Array, *, alone: bool) -> tuple[Callable[[Array], Array], Array]:
+    """Return what exchanges arrays like x, and x, which is there when all devices are ready to.
+
+    Alone, attention is the same without its exchange.
+    """
     count = exchange.devices
     collectives = {
         "psum": lambda x: lax.psum(x, "x"),
@@ -286,24 +292,36 @@ def _exchange(exchange: Exchange, x: Array) -> tuple[Callable[[Array], Array], A
     }
     if exchange.kind in collectives:
         return collectives[exchange.kind], x
-    of, like = Mailbox.for_arrays, x
-    if exchange.kind == "merge_parts":
-        of, like = Mailbox.for_merges, x.reshape(1, -1, _HEAD)
-    if exchange.kind == "collect":
-        of = partial(Mailbox.for_columns, parts=x.shape)
-    mailbox = of(jnp.ravel(x)[0].astype(jnp.int32), like, devices=count)
+    if exchange.kind == "por":
+        return _merging(x, count, alone=alone)
+    of = partial(Mailbox.for_columns, parts=x.shape) if exchange.kind == "collect" else Mailbox.for_arrays
+    mailbox = of(jnp.ravel(x)[0].astype(jnp.int32), x, devices=count)
     assert mailbox is not None  # the model says that it is for the kernel
-
-    def merge(x: Array) -> Array:
-        ones = jnp.ones(like.shape[:2], jnp.float32)
-        out, _, _ = mailbox.merge(x.reshape(like.shape), ones, ones)
-        return jnp.tile(out.reshape(-1), count)
 
     def collect(x: Array) -> Array:
         return mailbox.collect(x, x.shape).reshape(count, -1).max(axis=0)
 
-    kernels = {"add_up": mailbox.add_up, "collect": collect, "merge_parts": merge}
-    return kernels[exchange.kind], x + lax.psum(mailbox.opened, "x").astype(x.dtype)
+    exchanged = collect if exchange.kind == "collect" else mailbox.add_up
+    return exchanged, x + lax.psum(mailbox.opened, "x").astype(x.dtype)
+
+
+def _merging(x: Array, count: int, *, alone: bool) -> tuple[Callable[[Array], Array], Array]:
+    """Return attention of queries x to a token each, which POR merges among devices or, alone, not; and x as above."""
+    query = x.reshape(-1, 1, _Q_HEADS, _HEAD)
+    forest = Forest.from_nodes([-1] * len(query), [1] * len(query), range(len(query)))
+    heads = {"num_q_heads": _Q_HEADS, "num_kv_heads": _KV_HEADS, "head_dim": _HEAD}
+    plan, pages = make_plan(forest, **heads), jnp.ones((len(query), forest.page_size, _KV_HEADS, _HEAD), x.dtype)
+    mailbox = Mailbox.for_merges(jnp.ravel(x)[0].astype(jnp.int32), query, _KV_HEADS, devices=count)
+    assert mailbox is not None
+
+    def run(family: Family, call: Call, scores: Scores) -> tuple[Array, Array, Array]:
+        return family.attend(call, scores) if alone else mailbox.attend(family, call, scores)
+
+    def attend(x: Array) -> Array:
+        out, _ = attention_by(run, x.reshape(query.shape), pages, pages, forest, plan)
+        return jnp.tile(out[:, :, : _Q_HEADS // count].reshape(-1), count)
+
+    return attend, x + lax.psum(mailbox.opened, "x").astype(x.dtype)
 
 
 def median_time(loop: partial[Array]) -> float:

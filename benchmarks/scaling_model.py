@@ -138,7 +138,7 @@ def _kv_bytes(config: DecoderConfig, tokens: float, num_kv_heads: int) -> float:
 class Exchange(NamedTuple):
     """One kind of exchange of a step."""
 
-    kind: str  # psum, all_gather, all_to_all; by kernels between devices add_up, collect, merge_parts
+    kind: str  # psum, all_gather, all_to_all; by kernels between devices add_up, collect, por
     devices: int
     bytes: int  # on a device: of what is summed, of all that is gathered, of all that is sent around
     times: int  # in a step
@@ -146,7 +146,7 @@ class Exchange(NamedTuple):
     @property
     def is_kernel(self) -> bool:
         """Whether it is by a kernel between devices."""
-        return self.kind in ("add_up", "collect", "merge_parts")
+        return self.kind in ("add_up", "collect", "por")
 
 
 def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxes: bool = True) -> list[Exchange]:
@@ -154,7 +154,7 @@ def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxe
 
     Without mailboxes all are XLA's.
     """
-    num_q_heads, _ = parallel.heads(config.num_q_heads, config.num_kv_heads)
+    num_q_heads, num_kv_heads = parallel.heads(config.num_q_heads, config.num_kv_heads)
     size, layers = jnp.dtype(config.dtype).itemsize, config.num_layers
     parallel = _meeting(parallel, mailboxes)
     rows = math.ceil(requests / parallel.devices) * parallel.devices  # each device draws for as many
@@ -167,7 +167,8 @@ def exchanges(config: DecoderConfig, requests: int, parallel: Parallel, mailboxe
 
     own = [size // parallel.context for size in columns]
     gathering = by("collect", "all_gather", partial(of_columns, parts=own), parallel.context, sum(own))
-    merging = by("merge_parts", "all_to_all", of_merges, parallel.context, num_q_heads, config.head_dim)
+    of_heads = partial(of_merges, num_kv_heads=num_kv_heads, value_dim=config.head_dim)
+    merging = by("por", "all_to_all", of_heads, parallel.context, num_q_heads, config.head_dim)
     adding = by("add_up", "psum", of_arrays, parallel.devices, config.hidden_size)
     hidden = requests * config.hidden_size * size
     listed = [

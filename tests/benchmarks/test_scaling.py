@@ -108,7 +108,7 @@ def test_exchanges_of_a_step_by_hand() -> None:
     large, hidden = replace(PLAIN_MODELS["llama-3.1-70b"], num_layers=5), 4 * 8192 * 2
     columns, partials = 4 * (64 + 2 * 8) * 128 * 2, 4 * 64 * (128 * 2 + 8)
     drawn = [Exchange("all_to_all", 4, 4 * 128_256, 1), Exchange("psum", 4, 4 * 4 * 3, 1)]
-    layers = [("collect", columns, 5), ("merge_parts", partials, 5), ("add_up", hidden, 10), ("psum", hidden, 1)]
+    layers = [("collect", columns, 5), ("por", partials, 5), ("add_up", hidden, 10), ("psum", hidden, 1)]
     assert exchanges(large, 4, Parallel(context=4)) == [Exchange(kind, 4, *rest) for kind, *rest in layers] + drawn
     # By XLA's where kernels are not: told so, over several hosts, and for sums that are too large.
     kinds = ["all_gather", "all_to_all", "psum", "psum", "all_to_all", "psum"]
