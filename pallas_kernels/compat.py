@@ -39,15 +39,21 @@ def store(ref: Any, value: jax.Array) -> None:
         store_ref(ref, value, optimized=False)
 
 
-def kernel_on_references(name: str, body: Any, *, out_type: Any, scratch_types: list[Any], mesh: Any) -> Any:
+def kernel_on_references(
+    name: str, body: Any, *, out_type: Any, scratch_types: list[Any], mesh: Any, reaches_others: bool = False
+) -> Any:
     """Make a kernel that may be called with references, which it then changes in place.
 
-    `plgpu.kernel` makes kernels that can be vectorised, and calls of those take no references before 0.11.
+    `plgpu.kernel` makes kernels that can be vectorised, and calls of those take no references before 0.11. One that
+    reaches others may write to the memory of other devices, and does not wait for these: `REACHES_OTHER_DEVICES`.
     """
 
     def scoped(*refs: Any) -> None:
         axes = () if mesh.thread_name is None else mesh.thread_name
         pl.run_scoped(functools.partial(body, *refs), *scratch_types, collective_axes=axes)
 
-    params = plgpu.CompilerParams(approx_math=True)
+    make_params: Any = plgpu.CompilerParams  # the versions differ in its fields
+    # In the other semantics a reference to another device is lost.
+    reaching = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "skip_device_barrier": True}
+    params = make_params(approx_math=True, **(reaching if reaches_others else {}))
     return pl.kernel(scoped, out_type=out_type, mesh=mesh, compiler_params=params, name=name)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from codec_jax.forest import KVPages
 from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.head_sizes import served_heads
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.parts import Parts
 from codec_jax.nnx.rope import turns
 from pallas_kernels.hopper import head_rows
-from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, Scales
+from pallas_kernels.hopper.head_rows import HeadSizes, Places, Scales
 
 
 def serves(config: DecoderConfig, parallel: Parallel, rows: int) -> bool:
@@ -25,11 +25,7 @@ def serves(config: DecoderConfig, parallel: Parallel, rows: int) -> bool:
       parallel: the devices among which its heads are divided.
       rows: tokens of a step, of all batches.
     """
-    is_plain = config.cache_dtype == jnp.dtype(config.dtype) and not (
-        config.qk_norm and config.qk_norm_over == "projection"
-    )
-    sizes = _sizes(config, parallel)
-    return is_plain and parallel.has_kernels and head_rows.why_not(sizes, rows, config.dtype, jax.devices()[0]) is None
+    return parallel.has_kernels and _sizes(config, parallel, rows) is not None
 
 
 def split_heads(
@@ -48,20 +44,24 @@ def split_heads(
       config: of the decoder, which the kernel serves.
       parallel: the devices among which its heads are divided.
       layer: its number.
-      columns: queries, keys and values of all heads that this device attends with.
+      columns: queries, keys and values of all heads that this device attends with, or of those that it computed, if
+        its group `collects_heads`.
       scales: factors of the norms of query and key heads, if there are norms.
       positions, slots, pages: as in `Attention.decode`.
 
     Returns the queries, and the pages.
     """
     parts = columns.parts if isinstance(columns, Parts) else columns[None]
-    batch, sizes = parts.shape[1:3], _sizes(config, parallel)
+    batch, sizes = parts.shape[1:3], _sizes(config, parallel, positions.size)
+    assert sizes is not None  # `serves` says so
     cos, sin = turns(positions.reshape(-1), config.head_dim // 2, *config.rope_of(layer))
     places = Places(cos, sin, slots.reshape(-1), pages.key, pages.value)
-    query, key, value = head_rows.split_heads(parts.reshape(len(parts), -1, parts.shape[3]), scales, places, sizes)
+    run: Callable[..., tuple[Array, Array, Array]] = head_rows.split_heads
+    if parallel.gathers is not None and parts.shape[3] < sum(parallel.columns(config)):
+        run = parallel.gathers.split_heads
+    query, key, value = run(parts.reshape(len(parts), -1, parts.shape[3]), scales, places, sizes)
     return query.reshape(*batch, *query.shape[1:]), replace(pages, key=key, value=value)
 
 
-def _sizes(config: DecoderConfig, parallel: Parallel) -> HeadSizes:
-    norm = Norm(config.norm_epsilon, config.norm_plus_one) if config.qk_norm else None
-    return HeadSizes(*parallel.heads(config.num_q_heads, config.num_kv_heads), config.head_dim, norm)
+def _sizes(config: DecoderConfig, parallel: Parallel, rows: int) -> HeadSizes | None:
+    return served_heads(config, parallel.heads(config.num_q_heads, config.num_kv_heads), rows)

@@ -1,7 +1,8 @@
 """Sums, gathers and merges over the GPUs of one process, by kernels that write to each other's memory.
 
     sums     of hidden states, over all devices, perhaps with the norm that comes next
-    gathers  of queries, keys and values, over the devices of a group that compute parts of them
+    gathers  of queries, keys and values, over the devices of a group that compute parts of them; of whole heads perhaps
+             with norm, rotation, and the way to their pages
     merges   of attention, over the devices of a group that have parts of the pages; POR itself exchanges them
 
 What the kernels do not take, or what is too large to send to every device, is left to XLA's collectives.
@@ -9,6 +10,7 @@ What the kernels do not take, or what is too large to send to every device, is l
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size
 from pallas_kernels import Call, Family, Scores
-from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges, of_rows
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_heads, of_merges, of_rows
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
-from pallas_kernels.hopper.head_rows import Norm
+from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, Scales
 from pallas_kernels.hopper.tiling import columns_of, why_not_on
 
 
@@ -66,7 +68,7 @@ class Mailbox:
     like: tuple[tuple[int, ...], Any]  # shape and dtype of what is exchanged
     sizes: Sizes
     memory: tuple[Any, ...]  # references
-    is_by_rows: bool = False  # whether sums go through it with the norm that comes next
+    is_by_rows: bool = False  # whether a thread block has whole rows: of sums and norms in one kernel, or of heads
 
     @classmethod
     def for_arrays(cls, seed: Any, x: Any, devices: int, stride: int = 1) -> Mailbox | None:
@@ -98,6 +100,19 @@ class Mailbox:
           parts: columns of each part, as many as x has.
         """
         return cls._open(seed, x, of_columns(x, parts, devices, stride))
+
+    @classmethod
+    def for_heads(cls, seed: Any, heads: Any, devices: int, stride: int = 1) -> Mailbox | None:
+        """Make one for gathers of heads by the kernel that splits them; None if they are not for the kernel.
+
+        Args:
+          seed, devices, stride: as in `for_arrays`.
+          heads: anything with a shape [B, T, heads, H], those that a device computes of queries, keys and values, and
+            the dtype in which they are stored.
+        """
+        *rows, num_own_heads, head_dim = heads.shape
+        sizes = of_heads(math.prod(rows), num_own_heads, head_dim, heads.dtype, devices, stride)
+        return cls._open(seed, heads, sizes, is_by_rows=True)
 
     @classmethod
     def for_merges(cls, seed: Any, query: Any, num_kv_heads: int, devices: int, stride: int = 1) -> Mailbox | None:
@@ -149,13 +164,27 @@ class Mailbox:
 
         return self._run(partial(collect, parts=tuple(parts)), x)
 
+    def split_heads(
+        self, columns: Float[Array, "S rows columns"], scales: Scales, places: Places, heads: HeadSizes
+    ) -> tuple[Array, Array, Array]:
+        """Do what `head_rows.split_heads` does, of the heads of all devices; of a mailbox for heads.
+
+        Args:
+          columns: of the heads that this device computed.
+          scales, places: as in `head_rows.split_heads`.
+          heads: those of all devices of the group.
+        """
+        from pallas_kernels.between_devices.collect_heads import collect_heads
+
+        return self._run(partial(collect_heads, heads=heads), columns, scales, places)
+
     def attend(self, family: Family, call: Call, scores: Scores) -> tuple[Array, Array, Array]:
         """Attend over the pages of all devices of a group, by `Family.attend_and_merge`; each gets its heads."""
         merging = family.attend_and_merge
         assert merging is not None
         return self._run(lambda memory, sizes: merging(call, scores, memory, sizes))
 
-    def _run(self, kernel: Callable[..., tuple[Any, Any]], *arrays: Array) -> Any:
+    def _run(self, kernel: Callable[..., tuple[Any, Any]], *arrays: Any) -> Any:
         from pallas_kernels.between_devices.mailbox import Memory
 
         memory, result = kernel(Memory(*(ref[...] for ref in self.memory)), *arrays, sizes=self.sizes)

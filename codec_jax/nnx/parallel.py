@@ -10,6 +10,9 @@ pages.
                       group t                        pages
                       has
 
+Where each computes whole heads, and one kernel does all up to the pages (`head_split`), the gather is in it: whoever
+computed a head norms and rotates it, and sends what all store.
+
 Of latent attention every device computes the latents, and of the queries columns b. Of a mixture every device has some
 of the experts, and the shares of all tokens. Tokens are drawn by rows: device b has the whole vocabulary for some
 requests, and tells the others what it drew.
@@ -41,6 +44,7 @@ from codec_jax.attention.exchange import merge_heads
 from codec_jax.forest import Pages
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size, check_mesh
 from codec_jax.nnx.decoder_config import DecoderConfig
+from codec_jax.nnx.head_sizes import served_heads
 from codec_jax.nnx.mailboxes import Mailbox, stride_of
 from pallas_kernels import Call, Family, Scores
 from pallas_kernels.varying import vary_like
@@ -55,7 +59,7 @@ class Parallel:
     #: From one device of a group to the next, in the order of all, if devices exchange through mailboxes.
     stride: int | None = field(default=None, compare=False)
     sums: Mailbox | None = field(default=None, compare=False)  # of hidden states, from `embed` on
-    gathers: Mailbox | None = field(default=None, compare=False)  # of columns
+    gathers: Mailbox | None = field(default=None, compare=False)  # of columns, or of heads
     merges: tuple[Mailbox, ...] = field(default=(), compare=False)  # of attention, by the batch
     differentiable: bool = False  # what is computed: by XLA alone then, as kernels have no derivatives
 
@@ -90,6 +94,11 @@ class Parallel:
         """Return the columns of the queries, the keys and the values that a device attends with."""
         num_q_heads, num_kv_heads = self.heads(config.num_q_heads, config.num_kv_heads)
         return num_q_heads * config.head_dim, num_kv_heads * config.head_dim, num_kv_heads * config.head_dim
+
+    @property
+    def collects_heads(self) -> bool:
+        """Whether the devices of a group exchange heads while these are split (`head_split`), and gather no columns."""
+        return self.gathers is not None and self.gathers.is_by_rows
 
     def gather(self, columns: Float[Array, "B T columns"], sizes: Sequence[int]) -> Float[Array, "B T all"]:
         """Join what the devices of a group computed of each part of a product; the parts then have these sizes.
@@ -158,9 +167,7 @@ class Parallel:
         if self.context > 1 and config.latent is None:
             num_q_heads, num_kv_heads = self.heads(config.num_q_heads, config.num_kv_heads)
             if not repeated_bytes(config, self):
-                own = [size // self.context for size in self.columns(config)]
-                of_columns = jax.ShapeDtypeStruct((*x.shape[:2], sum(own)), x.dtype)
-                gathers = Mailbox.for_columns(token + 1, of_columns, own, *group)
+                gathers = self._with_gathers(token + 1, x, config)
             for number, shape in enumerate(dict.fromkeys(batches)):
                 query = jax.ShapeDtypeStruct((*shape, num_q_heads, config.head_dim), x.dtype)
                 merges.append(Mailbox.for_merges(token + 2 + number, query, num_kv_heads, *group))
@@ -168,6 +175,18 @@ class Parallel:
         by_rows = Mailbox.for_rows(token, x, self.devices) if config.norm_placement == "before" else None
         sums = by_rows or Mailbox.for_arrays(token, x, self.devices)
         return replace(self, sums=sums, gathers=gathers, merges=tuple(filter(None, merges)))
+
+    def _with_gathers(self, seed: Int[Array, ""], x: Float[Array, "B T D"], config: DecoderConfig) -> Mailbox | None:
+        """Make one for heads where each device computes whole ones, and a kernel splits them; else for columns."""
+        group = self.context, self.stride or 1
+        own, rows = [size // self.context for size in self.columns(config)], x.shape[:2]
+        heads_here = self.heads(config.num_q_heads, config.num_kv_heads)
+        is_served = self.has_kernels and served_heads(config, heads_here, math.prod(rows)) is not None
+        if heads_here[1] % self.context == 0 and is_served:
+            heads = jax.ShapeDtypeStruct((*rows, sum(own) // config.head_dim, config.head_dim), x.dtype)
+            if (of_heads := Mailbox.for_heads(seed, heads, *group)) is not None:
+                return of_heads
+        return Mailbox.for_columns(seed, jax.ShapeDtypeStruct((*rows, sum(own)), x.dtype), own, *group)
 
     def join(self, logits: Float[Array, "*part"], axis: int = -1) -> Float[Array, "*whole"]:
         """Return the logits of which each device has a run along an axis: of the vocabulary, or of the rows."""

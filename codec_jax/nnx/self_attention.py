@@ -90,7 +90,8 @@ class Attention(nnx.Module):
             scales = (self.query_norm.scale[...], self.key_norm.scale[...]) if config.qk_norm else None
             product = self.query_key_value
             is_whole = product.kernel[...].shape[1] == sum(parallel.columns(config))  # so that nothing is to be joined
-            columns = multiply(config, parallel, product, x) if is_whole else self._columns(x, parallel)
+            as_it_is = is_whole or parallel.collects_heads
+            columns = multiply(config, parallel, product, x) if as_it_is else self._columns(x, parallel)
             places = positions, slots, pages
             query, pages = head_split.split_heads(config, parallel, self.layer, columns, scales, *places)
         else:

@@ -35,7 +35,11 @@ class Numbers:
 
     def from_words(self, words: list[Any]) -> Any:
         """Return the numbers that words hold, float32."""
-        return self._as_wide(vector.bitcast(self._stored, vector.from_elements(self._words, words)))
+        return self._as_wide(self.stored_from_words(words))
+
+    def stored_from_words(self, words: list[Any]) -> Any:
+        """Return the numbers that words hold, as they are stored."""
+        return vector.bitcast(self._stored, vector.from_elements(self._words, words))
 
     def times(self, numbers: Any, factor: Any) -> Any:
         """Multiply numbers with one, float32."""

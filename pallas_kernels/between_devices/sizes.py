@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HEAD_DIMS
 from pallas_kernels.packing import TILE_ROWS, Packing
 from pallas_kernels.por_grain import grain_of
 
@@ -90,6 +92,23 @@ def of_columns(x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> S
     """
     sizes = of_arrays(x, devices, stride)
     return None if sizes is None or any(part * x.dtype.itemsize % (4 * sizes.width) for part in parts) else sizes
+
+
+def of_heads(rows: int, num_own_heads: int, head_dim: int, dtype: Any, devices: int, stride: int = 1) -> Sizes | None:
+    """Return the sizes for gathers of heads by the kernel that splits them; None if they are not for the kernel.
+
+    Args:
+      rows: tokens of a step, of all batches.
+      num_own_heads: of queries, keys and values, that each device computes.
+      head_dim: of a head; a lane has as many numbers of either half.
+      dtype: of the numbers that are sent, bfloat16 or float16.
+      devices, stride: as in `Sizes`.
+    """
+    row, blocks = BLOCK_ROWS * head_dim // 2, -(-rows // BLOCK_ROWS) * num_own_heads
+    if rows < BLOCK_ROWS or head_dim not in HEAD_DIMS or jnp.dtype(dtype).itemsize != 2:
+        return None
+    like = jax.ShapeDtypeStruct((rows, num_own_heads, head_dim), dtype)
+    return _checked(like, Sizes(devices, blocks * row, width=row // THREADS, stride=stride))
 
 
 def of_merges(query: Any, num_kv_heads: int, value_dim: int, devices: int, stride: int = 1) -> Sizes | None:

@@ -11,7 +11,7 @@ from pallas_kernels.hopper.tiling import SIXTEEN_BITS, why_not_on
 from pallas_kernels.varying import unvaried, vary_like
 
 #: A lane loads 1, 2 or 4 numbers of half a head at once; heads of 192, with 3, were wrong on an H200.
-_HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)
 #: Rows of a thread block.
 BLOCK_ROWS = 4
 
@@ -46,6 +46,10 @@ class HeadSizes(NamedTuple):
         """All heads."""
         return self.num_q_heads + 2 * self.num_kv_heads
 
+    def share(self, devices: int) -> "HeadSizes":
+        """Return the heads that each of some devices has, among which they are divided."""
+        return self._replace(num_q_heads=self.num_q_heads // devices, num_kv_heads=self.num_kv_heads // devices)
+
 
 #: Factors of the norm of queries, and of that of keys, [H] each; None without them.
 Scales = tuple[Float[Array, " H"], Float[Array, " H"]] | None
@@ -65,8 +69,8 @@ def why_not(sizes: HeadSizes, rows: int, dtype: Any, device: Any) -> str | None:
     """Say why the kernel cannot serve so many rows on a device; None if it can."""
     if reason := why_not_on(device):
         return reason
-    if dtype not in SIXTEEN_BITS or sizes.head_dim not in _HEAD_DIMS:
-        return f"it takes heads of {_HEAD_DIMS}, bfloat16 or float16, got {sizes.head_dim} and {dtype}"
+    if dtype not in SIXTEEN_BITS or sizes.head_dim not in HEAD_DIMS:
+        return f"it takes heads of {HEAD_DIMS}, bfloat16 or float16, got {sizes.head_dim} and {dtype}"
     if rows < BLOCK_ROWS:
         return f"it takes at least {BLOCK_ROWS} rows, got {rows}"
     return None

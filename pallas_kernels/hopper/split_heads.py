@@ -6,10 +6,14 @@
         keys    ─► norm ─► rotation ─► rows in shared memory ─► one copy a row, to its token slot
         values  ─► not finite: 0 ────► rows in shared memory ─► one copy a row, to its token slot
 
+Where each device of a group has computed some of the heads, they exchange them right before they are stored, and a
+thread block stores a head of each device (`between_devices.collect_heads`).
+
 A head is two halves, [4, H / 2] in registers each, as rotation takes one number of either. Pages are written where
 they are: the kernel gets references, and XLA passes the arrays on without a copy where the caller gives them up.
 """
 
+from collections.abc import Callable
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,13 +33,36 @@ _LANES = 32  # of a warp
 Halves = tuple[jax.Array, jax.Array]
 
 
+class Alone:
+    """A device that has computed all heads itself; `between_devices.collect_heads` has the like of several."""
+
+    devices = 1
+    memory = ()  # that the kernel changes
+
+    def begin(self, memory: Any, block: jax.Array) -> None:
+        """Do what `collect` needs, while a thread block waits for what it loads."""
+
+    def collect(self, memory: Any, block: jax.Array, begun: Any, halves: Halves, spread: Any) -> list[Halves]:
+        """Return a head of each device."""
+        return [halves]
+
+
+ALONE = Alone()
+
+
 def split_heads(
-    columns: jax.Array, scales: Scales, places: Places, sizes: HeadSizes
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the query and the pages, as `head_rows.split_heads` promises."""
-    (parts, count, _), dtype = columns.shape, places.key_pages.dtype
+    columns: jax.Array, scales: Scales, places: Places, sizes: HeadSizes, group: Any = ALONE
+) -> tuple[jax.Array, ...]:
+    """Return the query and the pages, as `head_rows.split_heads` promises, and the memory of the group.
+
+    Args:
+      columns, scales, places, sizes: as in `head_rows.split_heads`; the columns are of the heads that this device has
+        computed, in the same order, and the sizes of those of all devices.
+      group: the devices among which heads are divided.
+    """
+    (parts, count, _), dtype, own = columns.shape, places.key_pages.dtype, sizes.share(group.devices)
     inputs = {
-        "columns": columns.reshape(parts, count, sizes.num_heads, 2, sizes.half),
+        "columns": columns.reshape(parts, count, own.num_heads, 2, own.half),
         "cos": places.cos,
         "sin": places.sin,
         "slots": places.slots,
@@ -44,59 +71,72 @@ def split_heads(
         inputs |= {"query_scales": scales[0].reshape(2, -1), "key_scales": scales[1].reshape(2, -1)}
     stored = {"key_pages": places.key_pages, "value_pages": places.value_pages}
     pages = {name: jax.new_ref(each.reshape(-1, *each.shape[2:])) for name, each in stored.items()}
-    names = [*inputs, *pages, "query", "staged"]
+    memory = [jax.new_ref(each) for each in group.memory]
+    first_memory, names = len(inputs) + len(pages), [*inputs, *pages, "query", "staged"]
+
+    def body(*refs: Any) -> None:
+        split = first_memory + len(memory)
+        named = dict(zip(names, [*refs[:first_memory], *refs[split:]], strict=True))
+        _split(SimpleNamespace(**named, memory=refs[first_memory:split]), sizes, group)
+
     kernel = kernel_on_references(
-        "split_heads",
-        lambda *refs: _split(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
+        "split_heads" if group.devices == 1 else "collect_heads",
+        body,
         out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, sizes.head_dim), dtype, manual_axis_type=NOWHERE),
-        scratch_types=[plgpu.SMEM((BLOCK_ROWS, 1, sizes.head_dim), dtype)],
-        mesh=plgpu.Mesh(grid=(-(-count // BLOCK_ROWS), sizes.num_heads), grid_names=("rows", "heads")),
+        scratch_types=[plgpu.SMEM((group.devices * BLOCK_ROWS, 1, sizes.head_dim), dtype)],
+        mesh=plgpu.Mesh(grid=(-(-count // BLOCK_ROWS), own.num_heads), grid_names=("rows", "heads")),
+        reaches_others=group.devices > 1,
     )
-    query = kernel(*inputs.values(), *pages.values())
+    query = kernel(*inputs.values(), *pages.values(), *memory)
     keys, values = (jax.freeze(ref).reshape(stored[name].shape) for name, ref in pages.items())
-    return query, keys, values
+    return query, keys, values, *map(jax.freeze, memory)
 
 
-def _split(refs: Any, sizes: HeadSizes) -> None:
+def _split(refs: Any, sizes: HeadSizes, group: Any) -> None:
     """Do the rows and the head of one thread block."""
     parts, total = refs.columns.shape[:2]
+    own = sizes.share(group.devices)
+    block = lax.axis_index("rows") * own.num_heads + lax.axis_index("heads")
     # The last thread block has rows of the one before it, too: both write the same.
     first = jnp.minimum(lax.axis_index("rows") * BLOCK_ROWS, total - BLOCK_ROWS)
     rows, head = pl.ds(first, BLOCK_ROWS), lax.axis_index("heads")
-    first_key, first_value = sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads
+    first_key, first_value = own.num_q_heads, own.num_q_heads + own.num_kv_heads
     spread = _spread(sizes)
 
-    def loaded() -> Halves:
+    def heads_of_all(finish: Callable[[Halves], Halves]) -> list[Halves]:
+        """Add up the parts of the head, and finish it; return it, or those of all devices, [4, H / 2] each."""
         columns = [[load(refs.columns.at[i, rows, head, half], spread) for half in range(2)] for i in range(parts)]
+        begun = group.begin(refs.memory, block)  # while the columns come
         left, right = (reduce(jnp.add, (x.astype(jnp.float32) for x in half)) for half in zip(*columns, strict=True))
-        return left, right  # [4, H / 2] each
+        return group.collect(refs.memory, block, begun, finish((left, right)), spread)
 
-    def store_rows(pages: Any, halves: Halves, kv_head: jax.Array) -> None:
+    def store_rows(pages: Any, finish: Callable[[Halves], Halves], kv_head: jax.Array) -> None:
         slots = [refs.slots[first + i] for i in range(BLOCK_ROWS)]
-        _put(refs.staged.at[:, 0], halves)
+        for device, each in enumerate(heads_of_all(finish)):
+            _put(refs.staged.at[pl.ds(device * BLOCK_ROWS, BLOCK_ROWS), 0], each)
         plgpu.commit_smem()
         for i, slot in enumerate(slots):
 
             @pl.when((slot >= 0) & (slot < pages.shape[0]))
             def _copy(i: int = i, slot: jax.Array = slot) -> None:
-                plgpu.copy_smem_to_gmem(refs.staged.at[i], pages.at[slot, pl.ds(kv_head, 1)])
+                for device in range(group.devices):
+                    place = pages.at[slot, pl.ds(device * own.num_kv_heads + kv_head, 1)]
+                    plgpu.copy_smem_to_gmem(refs.staged.at[device * BLOCK_ROWS + i], place)
 
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0)  # for all of them together
 
     @pl.when(head < first_key)
     def _query() -> None:
-        turn = _Turning.of(refs, sizes, rows, "query_scales")
-        _put(refs.query.at[rows, head], turn(*loaded()))
+        for device, each in enumerate(heads_of_all(_Turning.of(refs, sizes, rows, "query_scales").turned)):
+            _put(refs.query.at[rows, device * own.num_q_heads + head], each)
 
     @pl.when((head >= first_key) & (head < first_value))
     def _key() -> None:
-        turn = _Turning.of(refs, sizes, rows, "key_scales")
-        store_rows(refs.key_pages, turn(*loaded()), head - first_key)
+        store_rows(refs.key_pages, _Turning.of(refs, sizes, rows, "key_scales").turned, head - first_key)
 
     @pl.when(head >= first_value)
     def _value() -> None:
-        left, right = (_finite(half, refs.value_pages.dtype) for half in loaded())
-        store_rows(refs.value_pages, (left, right), head - first_value)
+        store_rows(refs.value_pages, lambda halves: _finite(halves, refs.value_pages.dtype), head - first_value)
 
 
 class _Turning(NamedTuple):
@@ -119,8 +159,9 @@ class _Turning(NamedTuple):
         left, right = (_broadcast(sizes.norm.factors(half), 1, sizes) for half in halves)
         return cls(cos, sin, (left, right), sizes)
 
-    def __call__(self, left: jax.Array, right: jax.Array) -> Halves:
+    def turned(self, halves: Halves) -> Halves:
         """Return the norm of a head, rotated."""
+        left, right = halves
         if self.sizes.norm is not None and self.scales is not None:
             mean = (jnp.sum(left * left, axis=1) + jnp.sum(right * right, axis=1)) / self.sizes.head_dim  # [4]
             factor = _broadcast(lax.rsqrt(mean + self.sizes.norm.epsilon), 0, self.sizes)
@@ -139,10 +180,10 @@ def _broadcast(x: jax.Array, dimension: int, sizes: HeadSizes) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(x, (BLOCK_ROWS, sizes.half), [dimension]), _spread(sizes))
 
 
-def _finite(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return numbers in a dtype, and 0 for what is not finite there."""
-    rounded = x.astype(dtype).astype(jnp.float32)
-    return jnp.where(jnp.abs(rounded) < jnp.inf, rounded, 0.0)
+def _finite(halves: Halves, dtype: Any) -> Halves:
+    """Return numbers as they are in a dtype, and 0 for what is not finite there."""
+    left, right = (half.astype(dtype).astype(jnp.float32) for half in halves)
+    return jnp.where(jnp.abs(left) < jnp.inf, left, 0.0), jnp.where(jnp.abs(right) < jnp.inf, right, 0.0)
 
 
 def _put(target: Any, halves: Halves) -> None:
