@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_calls import check_heads, random_call, sizes_of
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from merge_calls import Rows, partials_of
 
 from codec_jax.nnx import mailboxes
 from codec_jax.nnx.mailboxes import Mailbox
-from pallas_kernels.between_devices.sizes import of_arrays, of_merges
+from pallas_kernels.between_devices.sizes import of_arrays, of_heads, of_merges
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
-from pallas_kernels.hopper.head_rows import Norm
+from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places
 
 AXES = ("context", "tensor")
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -126,6 +127,26 @@ def collect(parts: tuple[int, ...], mailbox: Mailbox, x: Any) -> Any:
     return mailbox.collect(x, parts)
 
 
+def heads_on(mesh: Mesh, heads: HeadSizes) -> Any:
+    """Of columns, scales and places of each device; heads are those of all devices of a group."""
+    devices, stride = group_of(mesh)
+
+    def of(part: Any) -> Mailbox | None:
+        columns, _, places = part
+        own = columns.shape[1], 1, heads.share(devices).num_heads, heads.head_dim
+        return Mailbox.for_heads(FIRST, jax.ShapeDtypeStruct(own, places.key_pages.dtype), devices, stride)
+
+    return each(mesh, of, lambda mailbox, part: mailbox.split_heads(*part, heads))
+
+
+def share_of(columns: Any, heads: HeadSizes, devices: int, device: int) -> np.ndarray:
+    """The columns of the heads that a device of a group computes: of queries, keys and values its share of each."""
+    by_head = np.asarray(columns).reshape(*columns.shape[:2], heads.num_heads, heads.head_dim)
+    of_parts = np.split(by_head, np.cumsum([heads.num_q_heads, heads.num_kv_heads]).tolist(), axis=2)
+    own = [np.split(part, devices, axis=2)[device] for part in of_parts]
+    return np.concatenate(own, axis=2).reshape(*columns.shape[:2], -1)
+
+
 def merges_on(mesh: Mesh, num_kv_heads: int, used: int | None = None) -> Any:
     """POR of rows, of which each device has one partial a tile and kv head; so many requests are not free."""
     devices, stride = group_of(mesh)
@@ -160,6 +181,37 @@ def test_an_exchange_is_one_kernel_that_keeps_its_memory_where_it_is(dtype: Any)
         text = exchange.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # one makes the mailbox
         assert len(re.findall(r"output_operand_alias<", text)) == 2  # slots and counts
+
+
+@needs_jax_0_11
+@pytest.mark.parametrize("norm", [Norm(1e-6, False), None], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("axes", [AXES, AXES[::-1]], ids=str)
+def test_heads_are_split_and_collected_by_one_kernel(axes: tuple[str, str], head_dim: int, norm: Norm | None) -> None:
+    mesh, heads = mesh_of(2, 4, axes, jax.devices("cpu")), sizes_of(16, 4, norm, head_dim)
+    columns, *rest = jax.eval_shape(lambda: random_call(18, heads, parts=4))
+    columns = jax.ShapeDtypeStruct((*columns.shape[:2], columns.shape[2] // 2), columns.dtype)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, 3, *x.shape), x.dtype), (columns, *rest))
+    text = heads_on(mesh, heads).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # one makes the mailbox
+    assert len(re.findall(r"output_operand_alias<", text)) == 4  # keys and values, slots and counts
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_own_heads", "head_dim", "dtype", "devices"),
+    [
+        (3, 12, 128, jnp.bfloat16, 2),
+        (16, 12, 192, jnp.bfloat16, 2),
+        (16, 12, 128, jnp.float32, 2),
+        (512, 12, 128, jnp.bfloat16, 2),  # 1,536 thread blocks
+        (256, 12, 256, jnp.bfloat16, 8),  # 11 MB to others
+    ],
+    ids=str,
+)
+def test_heads_that_are_not_for_the_kernel_have_no_mailbox(
+    rows: int, num_own_heads: int, head_dim: int, dtype: Any, devices: int
+) -> None:
+    assert of_heads(rows, num_own_heads, head_dim, dtype, devices) is None
 
 
 @pytest.mark.parametrize(
@@ -273,6 +325,47 @@ class TestOnSeveralGPUs:
                 expected = np.concatenate([each for part in of_parts for each in part], axis=-1)
                 for device in group:
                     np.testing.assert_array_equal(gathered[device], expected)
+
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    @pytest.mark.parametrize(
+        ("rows", "head_dim", "norm", "parts"),
+        [
+            (16, 128, Norm(1e-6, False), 1),
+            (17, 128, Norm(1e-3, True), 4),
+            (4, 64, None, 2),
+            (23, 64, Norm(1e-6, False), 1),
+            (18, 256, None, 1),
+            (64, 256, Norm(1e-6, False), 2),
+        ],
+        ids=str,
+    )
+    def test_heads_of_a_group_equal_float64(
+        self, rows: int, head_dim: int, norm: Norm | None, parts: int, dtype: Any
+    ) -> None:
+        """In every call rows have other columns, groups too; each device has slots and pages of its own."""
+        for mesh in every_mesh_here():
+            context, groups = mesh.shape["context"], members(mesh)
+            heads = sizes_of(4 * context, 2 * context, norm, head_dim)
+            columns, scales, places = jax.tree.map(np.asarray, random_call(rows, heads, dtype, parts))
+            calls = {}
+
+            def call_of(device: int, turn: int, group: int, columns: Any = columns, places: Places = places) -> Any:
+                own = [np.roll(x, device, axis=0) for x in (places.slots, places.key_pages, places.value_pages)]
+                return np.roll(columns, 3 * turn + group, axis=1), Places(places.cos, places.sin, *own)
+
+            for number, group in enumerate(groups):
+                for i, device in enumerate(group):
+                    of_turns = [call_of(device, turn, number) for turn in range(CALLS)]
+                    calls[device] = [(share_of(x, heads, context, i), scales, where) for x, where in of_turns]
+            given = [calls[device][turn] for device in range(mesh.size) for turn in range(CALLS)]
+            given = jax.tree.map(lambda *each: np.stack(each).reshape(mesh.size, CALLS, *each[0].shape), *given)  # noqa: B023
+            made = jax.tree.map(np.asarray, heads_on(mesh, heads)(given))
+            for number, group in enumerate(groups):
+                for device in group:
+                    np.testing.assert_array_equal(made[0][device], made[0][group[0]])  # to the last bit
+                    for turn in range(CALLS):
+                        whole, where = call_of(device, turn, number)
+                        check_heads([x[device, turn] for x in made], whole, scales, where, heads)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(

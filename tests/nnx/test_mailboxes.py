@@ -6,6 +6,7 @@ Where there are no GPUs collectives take the place of the kernels, which have te
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,16 @@ from cases import CONTEXT, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh
+from test_head_split import split_heads
 
 from codec_jax.attention import backends
 from codec_jax.attention.exchange import merge_heads
 from codec_jax.attention.xla import XLA
-from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, mailboxes, parallel, parts
+from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, head_split, mailboxes, parallel, parts
 from codec_jax.nnx.mailboxes import Mailbox
-from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_merges, of_rows
-from pallas_kernels.hopper.head_rows import Norm
+from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_heads, of_merges, of_rows
+from pallas_kernels.hopper import head_rows
+from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places
 
 CONFIG = DecoderConfig(
     VOCAB, 32, 48, num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=64, dtype=jnp.float32, param_dtype=jnp.float32,
@@ -66,6 +69,17 @@ class Collectives(Mailbox):
             return jnp.concatenate([lax.all_gather(y, "context", axis=2, tiled=True, to="invarying") for y in own], 2)
 
         return self.count("gathers", joined, x)
+
+    def split_heads(self, columns: Any, scales: Any, places: Places, heads: HeadSizes) -> Any:
+        own = heads.share(lax.axis_size("context"))
+
+        def joined(x: Any) -> Any:
+            of_parts = jnp.split(x, np.cumsum([own.num_q_heads, own.num_kv_heads]).tolist(), axis=2)
+            gathered = [lax.all_gather(y, "context", axis=2, tiled=True, to="invarying") for y in of_parts]
+            return jnp.concatenate(gathered, 2).reshape(1, columns.shape[1], -1)
+
+        own_heads = columns.sum(0).reshape(self.like[0]).astype(self.like[1])
+        return split_heads(self.count("heads", joined, own_heads), scales, places, heads)
 
     def attend(self, family: Any, call: Any, scores: Any) -> Any:
         def merged(_: Any) -> Any:
@@ -116,6 +130,39 @@ def test_layers_exchange_through_mailboxes(
     assert counts == Counter(merges=merges, gathers=merges if gathers else 0) + Counter(sums)
 
 
+@pytest.mark.parametrize(("tensor", "parts_of_each"), [(1, 1), (1, 2), (2, 2)])
+def test_heads_that_are_whole_are_collected_while_they_are_split(
+    tensor: int, parts_of_each: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And columns are, where two groups have a kv head each, of which every device computes a half."""
+    config = replace(CONFIG, head_dim=64)
+    whole = Dense(Decoder(config, nnx.Rngs(1)))
+
+    def of_float32(rows: int, num_own_heads: int, head_dim: int, dtype: Any, *group: int) -> Sizes | None:
+        assert dtype == jnp.float32  # in which nothing but a mistake makes a difference
+        return of_heads(rows, num_own_heads, head_dim, jnp.bfloat16, *group)
+
+    monkeypatch.setattr(parallel, "_BYTES_OF_A_KERNEL", 0)
+    monkeypatch.setattr(head_split, "serves", lambda *_: True)
+    monkeypatch.setattr(head_rows, "split_heads", split_heads)
+    monkeypatch.setattr(mailboxes, "of_heads", of_float32)
+    monkeypatch.setattr(mailboxes, "of_rows", of_arrays)
+    monkeypatch.setattr(parts, "number_of_parts", lambda *_: parts_of_each)
+    sampler = Sampler(
+        PlacedDecoder.of(whole.model, mesh_of(2, tensor)),
+        max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=2 + parts_of_each,  # a program each
+    )  # fmt: skip
+    state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
+    counts.clear()
+    state, generated = sampler.decode(state, 2, temperature=0.0)
+    for request, tokens in enumerate(generated.tokens):
+        texts[request] += tokens
+    assert_logits_follow(state, texts, whole)
+    layers = config.num_layers
+    collected = {"heads" if tensor == 1 else "gathers": layers}
+    assert counts == Counter({"merges": layers, "sums with norms": 2 * layers} | collected)
+
+
 def test_gpus_that_have_none_are_told_of_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100", id=0)
     of_two, of_one = (
@@ -148,6 +195,11 @@ def test_sizes_by_hand() -> None:
     sizes = of_rows(hidden, 2)
     assert sizes == Sizes(2, 20480, width=2, chunks=5)
     assert sizes.blocks == 16
+    # 5 times 4 rows of 12 heads, a thread of which has 2 words: 4 numbers of a head of 128.
+    sizes = of_heads(17, 12, 128, jnp.bfloat16, 2, 4)
+    assert sizes == Sizes(2, 5 * 12 * 256, width=2, stride=4)
+    assert sizes.blocks == 60
+    assert [of_heads(16, 12, head_dim, jnp.float16, 2).width for head_dim in (64, 256)] == [1, 4]
     # 11.25 words a thread; 64; 2,048 thread blocks; and 1,280 of sums alone.
     for shape in (16, 1, 2880), (16, 1, 16_384), (2048, 1, 512), (256, 1, 5120):
         assert of_rows(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 2) is None
