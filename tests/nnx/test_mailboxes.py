@@ -143,7 +143,8 @@ def test_heads_that_are_whole_are_collected_while_they_are_split(
         return of_heads(rows, num_own_heads, head_dim, jnp.bfloat16, *group)
 
     monkeypatch.setattr(parallel, "_BYTES_OF_A_KERNEL", 0)
-    monkeypatch.setattr(head_split, "serves", lambda *_: True)
+    for module in (parallel, head_split):
+        monkeypatch.setattr(module, "served_heads", lambda config, heads, _: HeadSizes(*heads, config.head_dim, None))
     monkeypatch.setattr(head_rows, "split_heads", split_heads)
     monkeypatch.setattr(mailboxes, "of_heads", of_float32)
     monkeypatch.setattr(mailboxes, "of_rows", of_arrays)
