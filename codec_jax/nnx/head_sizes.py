@@ -1,4 +1,4 @@
-"""Which heads the kernel that splits them takes."""
+"""The heads of a decoder as the kernel that splits them knows them, and which of them it takes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm
 
 
-def served_heads(config: DecoderConfig, heads: tuple[int, int], rows: int) -> HeadSizes | None:
-    """Describe the heads that a device attends with for the kernel; None if it does not take so many rows of them.
+def sizes_of(config: DecoderConfig, heads: tuple[int, int]) -> HeadSizes:
+    """Describe the heads of a device.
 
     Args:
       config: of the decoder.
-      heads: q heads and kv heads of a device.
+      heads: q heads and kv heads that the device attends with.
+    """
+    norm = Norm(config.norm_epsilon, config.norm_plus_one) if config.qk_norm else None
+    return HeadSizes(*heads, config.head_dim, norm)
+
+
+def takes_heads(config: DecoderConfig, heads: tuple[int, int], rows: int) -> bool:
+    """Whether the kernel takes so many rows of these heads.
+
+    Args:
+      config, heads: as in `sizes_of`.
       rows: tokens of a step, of all batches.
     """
     is_plain = config.cache_dtype == jnp.dtype(config.dtype) and not (
         config.qk_norm and config.qk_norm_over == "projection"
     )
-    norm = Norm(config.norm_epsilon, config.norm_plus_one) if config.qk_norm else None
-    sizes = HeadSizes(*heads, config.head_dim, norm)
-    is_served = is_plain and head_rows.why_not(sizes, rows, config.dtype, jax.devices()[0]) is None
-    return sizes if is_served else None
+    return is_plain and head_rows.why_not(sizes_of(config, heads), rows, config.dtype, jax.devices()[0]) is None

@@ -9,12 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from codec_jax.forest import KVPages
 from codec_jax.nnx.decoder_config import DecoderConfig
-from codec_jax.nnx.head_sizes import served_heads
+from codec_jax.nnx.head_sizes import sizes_of, takes_heads
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.parts import Parts
 from codec_jax.nnx.rope import turns
 from pallas_kernels.hopper import head_rows
-from pallas_kernels.hopper.head_rows import HeadSizes, Places, Scales
+from pallas_kernels.hopper.head_rows import Places, Scales
 
 
 def serves(config: DecoderConfig, parallel: Parallel, rows: int) -> bool:
@@ -25,7 +25,7 @@ def serves(config: DecoderConfig, parallel: Parallel, rows: int) -> bool:
       parallel: the devices among which its heads are divided.
       rows: tokens of a step, of all batches.
     """
-    return parallel.has_kernels and _sizes(config, parallel, rows) is not None
+    return parallel.has_kernels and takes_heads(config, parallel.heads(config.num_q_heads, config.num_kv_heads), rows)
 
 
 def split_heads(
@@ -52,8 +52,7 @@ def split_heads(
     Returns the queries, and the pages.
     """
     parts = columns.parts if isinstance(columns, Parts) else columns[None]
-    batch, sizes = parts.shape[1:3], _sizes(config, parallel, positions.size)
-    assert sizes is not None  # `serves` says so
+    batch, sizes = parts.shape[1:3], sizes_of(config, parallel.heads(config.num_q_heads, config.num_kv_heads))
     cos, sin = turns(positions.reshape(-1), config.head_dim // 2, *config.rope_of(layer))
     places = Places(cos, sin, slots.reshape(-1), pages.key, pages.value)
     run: Callable[..., tuple[Array, Array, Array]] = head_rows.split_heads
@@ -61,7 +60,3 @@ def split_heads(
         run = parallel.gathers.split_heads
     query, key, value = run(parts.reshape(len(parts), -1, parts.shape[3]), scales, places, sizes)
     return query.reshape(*batch, *query.shape[1:]), replace(pages, key=key, value=value)
-
-
-def _sizes(config: DecoderConfig, parallel: Parallel, rows: int) -> HeadSizes | None:
-    return served_heads(config, parallel.heads(config.num_q_heads, config.num_kv_heads), rows)

@@ -44,7 +44,7 @@ from codec_jax.attention.exchange import merge_heads
 from codec_jax.forest import Pages
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size, check_mesh
 from codec_jax.nnx.decoder_config import DecoderConfig
-from codec_jax.nnx.head_sizes import served_heads
+from codec_jax.nnx.head_sizes import takes_heads
 from codec_jax.nnx.mailboxes import Mailbox, stride_of
 from pallas_kernels import Call, Family, Scores
 from pallas_kernels.varying import vary_like
@@ -181,7 +181,7 @@ class Parallel:
         group = self.context, self.stride or 1
         own, rows = [size // self.context for size in self.columns(config)], x.shape[:2]
         heads_here = self.heads(config.num_q_heads, config.num_kv_heads)
-        is_served = self.has_kernels and served_heads(config, heads_here, math.prod(rows)) is not None
+        is_served = self.has_kernels and takes_heads(config, heads_here, math.prod(rows))
         if heads_here[1] % self.context == 0 and is_served:
             heads = jax.ShapeDtypeStruct((*rows, sum(own) // config.head_dim, config.head_dim), x.dtype)
             if (of_heads := Mailbox.for_heads(seed, heads, *group)) is not None:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from codec_jax import Forest, PagePool, Window, make_plan
 from codec_jax.forest import KVPages
-from codec_jax.nnx import Decoder, DecoderConfig, Sampler, head_split
+from codec_jax.nnx import Decoder, DecoderConfig, Sampler, head_sizes, head_split
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.rope import LinearScaling
 from pallas_kernels.hopper import head_rows
@@ -31,7 +31,7 @@ HOPPER_GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_ki
 
 @pytest.fixture
 def _hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_split.jax, "devices", lambda: [HOPPER_GPU])
+    monkeypatch.setattr(head_sizes.jax, "devices", lambda: [HOPPER_GPU])
 
 
 def split_heads(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> tuple[Any, Any, Any]:
@@ -111,7 +111,7 @@ def test_it_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
         {"kv_dtype": jnp.float8_e4m3fn},
     ):  # fmt: skip
         assert not head_split.serves(replace(CONFIG, **changes), ALONE, 16), changes
-    monkeypatch.setattr(head_split.jax, "devices", jax.local_devices)
+    monkeypatch.setattr(head_sizes.jax, "devices", jax.local_devices)
     assert not head_split.serves(CONFIG, ALONE, 16)
 
 

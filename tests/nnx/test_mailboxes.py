@@ -144,7 +144,7 @@ def test_heads_that_are_whole_are_collected_while_they_are_split(
 
     monkeypatch.setattr(parallel, "_BYTES_OF_A_KERNEL", 0)
     for module in (parallel, head_split):
-        monkeypatch.setattr(module, "served_heads", lambda config, heads, _: HeadSizes(*heads, config.head_dim, None))
+        monkeypatch.setattr(module, "takes_heads", lambda *_: True)
     monkeypatch.setattr(head_rows, "split_heads", split_heads)
     monkeypatch.setattr(mailboxes, "of_heads", of_float32)
     monkeypatch.setattr(mailboxes, "of_rows", of_arrays)
