@@ -138,7 +138,9 @@ def _kv_bytes(config: DecoderConfig, tokens: float, num_kv_heads: int) -> float:
 class Exchange(NamedTuple):
     """One kind of exchange of a step."""
 
-    kind: str  # psum, all_gather, all_to_all; by kernels between devices add_up, collect, por
+    #: psum, all_gather, all_to_all; by kernels between devices add_up, collect, por. Heads that are whole are
+    #: collected while they are split, which takes as many bytes, and no kernel of its own.
+    kind: str
     devices: int
     bytes: int  # on a device: of what is summed, of all that is gathered, of all that is sent around
     times: int  # in a step

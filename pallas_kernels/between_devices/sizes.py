@@ -19,6 +19,8 @@ SHARED = 2
 _MOST_BYTES = 4 << 20
 #: A thread block waits for the same one of every other device, so all of them have to run at once.
 _MOST_BLOCKS = 1024
+#: The same for heads, times the numbers of one: threads of larger heads have more registers, up to 72 of heads of 128.
+_MOST_OF_HEADS = 896 * 128
 #: Words of a row that fit the registers of a thread.
 _MOST_WORDS = 32
 #: Columns of POR are divided among the lanes of a warp or two.
@@ -106,6 +108,8 @@ def of_heads(rows: int, num_own_heads: int, head_dim: int, dtype: Any, devices: 
     """
     row, blocks = BLOCK_ROWS * head_dim // 2, -(-rows // BLOCK_ROWS) * num_own_heads
     if rows < BLOCK_ROWS or head_dim not in HEAD_DIMS or jnp.dtype(dtype).itemsize != 2:
+        return None
+    if blocks * head_dim > _MOST_OF_HEADS:
         return None
     like = jax.ShapeDtypeStruct((rows, num_own_heads, head_dim), dtype)
     return _checked(like, Sizes(devices, blocks * row, width=row // THREADS, stride=stride))

@@ -71,23 +71,17 @@ def split_heads(
         inputs |= {"query_scales": scales[0].reshape(2, -1), "key_scales": scales[1].reshape(2, -1)}
     stored = {"key_pages": places.key_pages, "value_pages": places.value_pages}
     pages = {name: jax.new_ref(each.reshape(-1, *each.shape[2:])) for name, each in stored.items()}
-    memory = [jax.new_ref(each) for each in group.memory]
-    first_memory, names = len(inputs) + len(pages), [*inputs, *pages, "query", "staged"]
-
-    def body(*refs: Any) -> None:
-        split = first_memory + len(memory)
-        named = dict(zip(names, [*refs[:first_memory], *refs[split:]], strict=True))
-        _split(SimpleNamespace(**named, memory=refs[first_memory:split]), sizes, group)
-
+    memory = tuple(jax.new_ref(each) for each in group.memory)
+    names = [*inputs, *pages, "memory", "query", "staged"]
     kernel = kernel_on_references(
         "split_heads" if group.devices == 1 else "collect_heads",
-        body,
+        lambda *refs: _split(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes, group),
         out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, sizes.head_dim), dtype, manual_axis_type=NOWHERE),
         scratch_types=[plgpu.SMEM((group.devices * BLOCK_ROWS, 1, sizes.head_dim), dtype)],
         mesh=plgpu.Mesh(grid=(-(-count // BLOCK_ROWS), own.num_heads), grid_names=("rows", "heads")),
         reaches_others=group.devices > 1,
     )
-    query = kernel(*inputs.values(), *pages.values(), *memory)
+    query = kernel(*inputs.values(), *pages.values(), memory)
     keys, values = (jax.freeze(ref).reshape(stored[name].shape) for name, ref in pages.items())
     return query, keys, values, *map(jax.freeze, memory)
 
