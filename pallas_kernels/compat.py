@@ -53,7 +53,11 @@ def kernel_on_references(
         pl.run_scoped(functools.partial(body, *refs), *scratch_types, collective_axes=axes)
 
     make_params: Any = plgpu.CompilerParams  # the versions differ in its fields
-    # In the other semantics a reference to another device is lost.
-    reaching = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "skip_device_barrier": True}
+    # In the other semantics a reference to another device is lost. These have barriers where they need some.
+    reaching = {
+        "lowering_semantics": plgpu.LoweringSemantics.Lane,
+        "skip_device_barrier": True,
+        "unsafe_no_auto_barriers": True,
+    }
     params = make_params(approx_math=True, **(reaching if reaches_others else {}))
     return pl.kernel(scoped, out_type=out_type, mesh=mesh, compiler_params=params, name=name)

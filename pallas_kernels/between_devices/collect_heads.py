@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.between_devices.mailbox import Box, Memory
+from pallas_kernels.between_devices.mailbox import Box, Memory, begun_words
 from pallas_kernels.between_devices.numbers import Numbers
 from pallas_kernels.between_devices.sizes import Sizes
 from pallas_kernels.hopper.head_rows import HeadSizes, Places, Scales
@@ -66,20 +66,22 @@ class _Group(NamedTuple):
         """How many there are."""
         return self.sizes.devices
 
-    def begin(self, memory: Any, block: jax.Array) -> jax.Array:
+    def begin(self, memory: Any, block: jax.Array) -> list[jax.Array]:
         """Do in the thread block of this number what an exchange does before there is something to send."""
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType(), _NUMBER),
-            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_NUMBER),
+            return_type=[plgpu.ShapeDtypeStruct((), jnp.int32, layout=_NUMBER)] * begun_words(self.sizes),
         )
-        def count(_: Any, slots: Any, counts: Any, block: Any) -> Any:
-            before = Box(self.sizes, slots, counts, _only(block)).begin()
-            return mgpu.FragmentedArray.splat(before, (), is_signed=True)
+        def begin(context: Any, slots: Any, counts: Any, block: Any) -> Any:
+            words = Box(self.sizes, slots, counts, _only(block)).begin(context)
+            return [mgpu.FragmentedArray.splat(each, (), is_signed=True) for each in words]
 
-        return count(*memory, block)
+        return begin(*memory, block)
 
-    def collect(self, memory: Any, block: jax.Array, begun: jax.Array, halves: Halves, spread: Any) -> list[Halves]:
+    def collect(
+        self, memory: Any, block: jax.Array, begun: list[jax.Array], halves: Halves, spread: Any
+    ) -> list[Halves]:
         """Send the halves of a head; return those that each device sent, rounded.
 
         Args:
@@ -91,14 +93,14 @@ class _Group(NamedTuple):
         kept = plgpu.ShapeDtypeStruct(halves[0].shape, self.dtype, layout=spread)
 
         @plgpu.inline_mgpu(
-            arg_types=((spread, spread), plgpu.RefType(), plgpu.RefType(), _NUMBER, _NUMBER),
+            arg_types=((spread, spread), plgpu.RefType(), plgpu.RefType(), _NUMBER, [_NUMBER] * len(begun)),
             return_type=[(kept, kept)] * self.devices,
         )
         def exchange(context: Any, halves: Any, slots: Any, counts: Any, block: Any, begun: Any) -> Any:
             box = Box(self.sizes, slots, counts, _only(block))
             numbers = Numbers(mgpu.utils.dtype_to_ir_type(kept.dtype), self.sizes.width)
             words = numbers.to_words(_joined(*(_only(half) for half in halves)))
-            come = box.exchange(context, lambda _: (words, []), count=_only(begun))
+            come = box.exchange(context, lambda _: (words, []), begun=list(map(_only, begun)))
             return [
                 tuple(_like(halves[0], half) for half in _halved(numbers.stored_from_words(words))) for words, _ in come
             ]

@@ -177,7 +177,7 @@ class Box:
         self,
         context: Any,
         words_for: Callable[[Any], tuple[list[Any], list[Any]]],
-        count: Any = None,
+        begun: Sequence[Any] | None = None,
         recipients: Sequence[Any] | None = None,
     ) -> Iterator[tuple[list[Any], list[Any]]]:
         """Send words to the devices, and yield what each of them sent, as it is waited for.
@@ -186,26 +186,25 @@ class Box:
           context: of the kernel.
           words_for: of a device's number, the words of this thread for it, one chunk after another, and those that it
             shares, two of each chunk; none is EMPTY.
-          count: of `begin`, if the kernel did that before it had the words.
+          begun: what `begin` returned, if the kernel did that before it had the words.
           recipients: the device that gets each chunk, which is the same on all of them; None where all get all.
 
         Yields the same two of each device; of a chunk that another device gets, anything.
         """
-        before = self._load_count() if count is None else count
-        turn = arith.remui(before, word(_TURNS))
-        self._send(context, turn, words_for, recipients)
-        if count is None:
-            self._clear(before)
-        own = self.own(context)
+        count, *slots = (self._load_count(), *self._slots_of_others(context)) if begun is None else _unpacked(begun)
+        own, turn = self.own(context), arith.remui(count, word(_TURNS))
+        self._send(own, turn, slots, words_for, recipients)
+        if begun is None:
+            self._clear(count)
         wanted = [None if recipients is None else _equal(recipients[i], own) for i in range(self.sizes.chunks)]
         for device in range(self.sizes.devices):
             yield self._receive(turn, device, wanted)
 
-    def begin(self) -> Any:
-        """Return how many calls there were, and do what an exchange does before it waits."""
-        count = self._load_count()
+    def begin(self, context: Any) -> list[Any]:
+        """Do what an exchange does before there is something to send; return the words that it needs, `begun_words`."""
+        count, slots = self._load_count(), self._slots_of_others(context)
         self._clear(count)
-        return count
+        return [count, *(half for each in slots for half in _halves(each))]
 
     def _load_count(self) -> Any:
         return llvm.load(word_type(), at_index(global_memory(self._counts), [self._block], word_type()))
@@ -227,19 +226,35 @@ class Box:
 
     def empty(self, turn: Any) -> None:
         """Make the slots of a turn EMPTY, where this thread has words."""
-        width, all_chunks = self.sizes.width, range(self.sizes.chunks)
+        slots, words, shared = global_memory(self._slots), [word(EMPTY)] * self.sizes.width, [word(EMPTY)] * SHARED
         for device in range(self.sizes.devices):
             place = self._place(turn, word(device))
-            for i in all_chunks:
-                self._store("st.global", self._slots, place, i, [word(EMPTY)] * width, [word(EMPTY)] * SHARED)
+            for i in range(self.sizes.chunks):
+                self._store("st.global", slots, place, i, words, shared)
 
-    def _send(self, context: Any, turn: Any, words_for: Callable[[Any], Any], recipients: Sequence[Any] | None) -> None:
-        own, devices, stride, width = self.own(context), self.sizes.devices, word(self.sizes.stride), self.sizes.width
-        group, place = arith.subi(context.device_id(), arith.muli(own, stride)), self._place(turn, own)
-        # Each device begins with another one, and ends with itself.
-        others = [arith.remui(arith.addi(own, word(step + 1)), word(devices)) for step in range(devices)]
-        for other, (words, shared) in [(other, words_for(other)) for other in others]:
-            slots = context.to_remote(self._slots, arith.addi(group, arith.muli(other, stride)))
+    def _others(self, own: Any) -> list[Any]:
+        """Return the numbers of all devices; each begins with another one, and ends with itself."""
+        devices = self.sizes.devices
+        return [arith.remui(arith.addi(own, word(step + 1)), word(devices)) for step in range(devices)]
+
+    def _slots_of_others(self, context: Any) -> list[Any]:
+        """Return pointers to the slots of all devices, in the order of `_others`."""
+        own, stride = self.own(context), word(self.sizes.stride)
+        group = arith.subi(context.device_id(), arith.muli(own, stride))
+        numbers = [arith.addi(group, arith.muli(other, stride)) for other in self._others(own)]
+        return [global_memory(context.to_remote(self._slots, number)) for number in numbers]
+
+    def _send(
+        self,
+        own: Any,
+        turn: Any,
+        slots_of: Sequence[Any],
+        words_for: Callable[[Any], Any],
+        recipients: Sequence[Any] | None,
+    ) -> None:
+        width, place, others = self.sizes.width, self._place(turn, own), self._others(own)
+        sent = [words_for(other) for other in others]
+        for other, slots, (words, shared) in zip(others, slots_of, sent, strict=True):
             for i in range(self.sizes.chunks):
                 of_chunk = words[i * width : (i + 1) * width], shared[i * SHARED : (i + 1) * SHARED]
                 with nullcontext() if recipients is None else mgpu.when(_equal(recipients[i], other)):
@@ -305,5 +320,27 @@ _SHAPES = {1: ".b32", 2: ".v2.b32", 4: ".v4.b32"}
 def _store(instruction: str, slots: Any, index: Any, words: list[Any]) -> None:
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
     text = f"{instruction}{_SHAPES[len(words)]} [$0], {{{names}}};"
-    place = at_index(global_memory(slots), [index], word_type())
-    instruct(text, place, *words)
+    instruct(text, at_index(slots, [index], word_type()), *words)
+
+
+def begun_words(sizes: Sizes) -> int:
+    """Return how many words `Box.begin` returns."""
+    return 1 + 2 * sizes.devices
+
+
+def _halves(pointer: Any) -> tuple[Any, Any]:
+    """Return the two words of a pointer to global memory."""
+    long = ir.IntegerType.get_signless(64)
+    bits = llvm.ptrtoint(long, pointer)
+    high = arith.shrui(bits, mgpu.c(32, long))
+    return arith.trunci(word_type(), bits), arith.trunci(word_type(), high)
+
+
+def _unpacked(begun: Sequence[Any]) -> list[Any]:
+    """Return the count and the pointers that words of `Box.begin` are."""
+    long, (count, *halves) = ir.IntegerType.get_signless(64), begun
+    pointers = []
+    for low, high in zip(halves[::2], halves[1::2], strict=True):
+        bits = arith.ori(arith.extui(long, low), arith.shli(arith.extui(long, high), mgpu.c(32, long)))
+        pointers.append(llvm.inttoptr(llvm.PointerType.get(address_space=1), bits))
+    return [count, *pointers]

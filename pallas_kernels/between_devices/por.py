@@ -28,7 +28,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import por_rows
-from pallas_kernels.between_devices.mailbox import Box, Memory
+from pallas_kernels.between_devices.mailbox import Box, Memory, begun_words
 from pallas_kernels.between_devices.mailbox import call as call_between
 from pallas_kernels.between_devices.numbers import Numbers, instruct, word, word_type
 from pallas_kernels.between_devices.sizes import SHARED, Sizes
@@ -85,9 +85,9 @@ def _merge(refs: Any, work: Work, sizes: Sizes, heads: int) -> None:
     own, part = _own_number(refs.slots, refs.counts, sizes), lax.axis_index("part")
     group = _in_order(lax.axis_index("group"), lax.axis_size("group"), own, work.num_kv_heads, sizes.devices)
     block = group * (TILE_ROWS // work.grain.rows) + part
-    count = _begin(refs.slots, refs.counts, block, sizes)
+    begun = _begin(refs.slots, refs.counts, block, sizes)
     places, rows = merge_here(refs, work, group, part)
-    _exchange(refs, work, sizes, heads, (block, count), places, rows)
+    _exchange(refs, work, sizes, heads, (block, *begun), places, rows)
 
 
 def _in_order(number: jax.Array, groups: int, own: jax.Array, num_kv_heads: int, devices: int) -> jax.Array:
@@ -110,12 +110,13 @@ def _own_number(slots: Any, counts: Any, sizes: Sizes) -> jax.Array:
     return own(slots, counts)
 
 
-def _begin(slots: Any, counts: Any, block: jax.Array, sizes: Sizes) -> jax.Array:
+def _begin(slots: Any, counts: Any, block: jax.Array, sizes: Sizes) -> list[jax.Array]:
     """Begin an exchange before there is something to send."""
+    returned = [_SCALAR_TYPE] * begun_words(sizes)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR), return_type=_SCALAR_TYPE)
-    def begin(_: Any, slots: Any, counts: Any, block: Any) -> Any:
-        return _splat(Box(sizes, slots, counts, _number(block)).begin())
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR), return_type=returned)
+    def begin(context: Any, slots: Any, counts: Any, block: Any) -> Any:
+        return list(map(_splat, Box(sizes, slots, counts, _number(block)).begin(context)))
 
     return begin(slots, counts, block)
 
@@ -125,7 +126,7 @@ def _exchange(
     work: Work,
     sizes: Sizes,
     heads: int,
-    box_numbers: tuple[jax.Array, jax.Array],
+    of_box: tuple[jax.Array, ...],
     places: list[Place],
     rows: tuple[jax.Array, jax.Array, jax.Array],
 ) -> None:
@@ -137,12 +138,13 @@ def _exchange(
         jnp.where(place.exists, place.entry * heads + lax.rem(place.q_head, jnp.int32(heads)), -1) for place in places
     ]
     types = (layout, work.merge.of_rows, work.merge.of_rows), (plgpu.RefType(),) * 5
-    scalars = [*box_numbers, *to, *first]
+    scalars = [*of_box, *to, *first]
 
     @plgpu.inline_mgpu(arg_types=(*types[0], *types[1], *[_SCALAR] * len(scalars)))
     def exchange(context: Any, merged: Any, row_max: Any, row_sum: Any, *rest: Any) -> None:
         slots, counts, out, out_max, out_sum = rest[:5]
-        block, count, *numbers = map(_number, rest[5:])
+        block, *numbers = map(_number, rest[5:])
+        begun, numbers = numbers[: begun_words(sizes)], numbers[begun_words(sizes) :]
         box = Box(sizes, slots, counts, block)
         stored = Numbers(mgpu.utils.dtype_to_ir_type(jnp.dtype(refs.out.dtype)), sizes.width)
         one = Numbers(ir.F32Type.get(), 1)
@@ -157,7 +159,7 @@ def _exchange(
             recipients.append(_of_piece(numbers[: len(to)], *piece, work.piece, grain.together))
             begin = _of_piece(numbers[len(to) :], *piece, work.piece, grain.together)
             targets.append((begin, arith.addi(begin, arith.remui(row, word(work.piece)))))
-        come = list(box.exchange(context, lambda _: (words, shared), count, recipients))
+        come = list(box.exchange(context, lambda _: (words, shared), begun, recipients))
         own = box.own(context)
         for i, (begin, target) in enumerate(targets):
             at = slice(i * sizes.width, (i + 1) * sizes.width), slice(i * SHARED, (i + 1) * SHARED)
