@@ -70,6 +70,8 @@ def split_heads(
     if scales is not None:
         inputs |= {"query_scales": scales[0].reshape(2, -1), "key_scales": scales[1].reshape(2, -1)}
     stored = {"key_pages": places.key_pages, "value_pages": places.value_pages}
+    # Of a slice XLA would give the kernel the array that it is of, to write to, and return what nobody wrote to.
+    stored = lax.optimization_barrier(stored)
     pages = {name: jax.new_ref(each.reshape(-1, *each.shape[2:])) for name, each in stored.items()}
     memory = tuple(jax.new_ref(each) for each in group.memory)
     names = [*inputs, *pages, "memory", "query", "staged"]

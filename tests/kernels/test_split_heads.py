@@ -7,6 +7,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from head_calls import check_heads, random_call, sizes_of
 from jax.sharding import AxisType, PartitionSpec
@@ -74,3 +75,20 @@ def test_on_a_mesh_each_device_keeps_its_pages_where_they_are() -> None:
 def test_heads_equal_float64(rows: int, parts: int, sizes: HeadSizes, dtype: jnp.dtype) -> None:
     call = random_call(rows, sizes, dtype, parts)
     check_heads(split_heads(*call, sizes), *call, sizes)
+
+
+@pytest.mark.gpu
+def test_pages_may_be_some_of_an_array_which_stays_as_it_is() -> None:
+    sizes = sizes_of(8, 4, PLAIN)
+    columns, scales, places = random_call(16, sizes)
+    stacks = [jnp.stack([pages + 1, pages, pages - 1]) for pages in (places.key_pages, places.value_pages)]
+
+    def run(stacks: list[jax.Array], i: jax.Array) -> tuple[jax.Array, ...]:
+        return split_heads(columns, scales, Places(*places[:3], *(pages[i] for pages in stacks)), sizes)
+
+    before = [np.asarray(pages) for pages in stacks]
+    for i in (1, jnp.int32(1)):  # known when it is compiled, and not
+        made = jax.jit(run, static_argnums=() if isinstance(i, jax.Array) else 1)(stacks, i)
+        check_heads(made, columns, scales, places, sizes)
+        for pages, old in zip(stacks, before, strict=True):
+            np.testing.assert_array_equal(np.asarray(pages), old)
