@@ -7,5 +7,5 @@ add_up           a sum over devices
 add_up_and_norm  a sum over devices, added to the hidden states, and the norm of that
 collect          a gather
 collect_heads    a gather of heads, in the kernel that norms and rotates them, and stores K and V
-merge_parts      POR across devices: each gets the merged rows of its heads
+por              POR across devices: each gets the merged rows of its heads
 """

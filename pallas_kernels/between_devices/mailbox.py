@@ -15,7 +15,9 @@ where they come.
 | n + 1 | reads [n + 1], empties [n] | write [n + 1], or [n + 2] |
 
 With three turns that follow each other in a circle nobody writes to what is being read or emptied: a device that writes
-[n + 2], where [n - 1] was, is done with n + 1, so b has sent its part of n + 1, and had emptied [n - 1] before that.
+[n + 2], where [n - 1] was, is done with n + 1, so b has sent something in n + 1, and was done with n, in which it emptied
+[n - 1]. So it is, too, where some thread blocks have words for other devices only, and wait for nobody: in every call
+each device has some that wait for all others.
 
 Beside its own words a thread may share two with the threads next to it, of which the first one sends and empties them.
 """
