@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import jax
@@ -115,7 +115,7 @@ class Step:
         attention: Callable[..., Array] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """Compile; `attention` takes the place of `forest_attention` in every layer. `cache` is used up."""
+        """Compile; `attention` takes the place of `attention_by` in every layer. `cache` is used up."""
         placed = PlacedDecoder.of(model, mesh)
         batch, vocab = forest.request_capacity, model.config.vocab_size
         logits = first_logits(model.config, batch)
@@ -129,7 +129,7 @@ class Step:
 
         loop = program(placed.graph, placed.config, mesh, decode, donate=(1,))
         start = time.perf_counter()
-        other = patch("codec_jax.nnx.batch.forest_attention", attention) if attention else nullcontext()
+        other = patch("codec_jax.nnx.batch.attention_by", attention) if attention else nullcontext()
         with other:
             self._loop = loop._replace(jitted=compiled(loop, *self._arguments(), tuned=True))
         self.compile_seconds = time.perf_counter() - start
@@ -211,7 +211,13 @@ def contiguous(model: Decoder, case: SharedDocument, implementation: str = "cudn
     )
 
     def attention(
-        query: Array, key_pages: Array, value_pages: Array, forest: Forest, *unused: object, **ignored: object
+        _run: Any,
+        query: Array,
+        key_pages: Array,
+        value_pages: Array,
+        forest: Forest,
+        *unused: object,
+        **ignored: object,
     ) -> tuple[Array, tuple[Array, Array]]:
         key, value = (x.reshape(len(query), -1, *x.shape[2:]) for x in (key_pages, value_pages))
         out = jax.nn.dot_product_attention(

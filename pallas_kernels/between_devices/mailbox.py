@@ -15,9 +15,9 @@ where they come.
 | n + 1 | reads [n + 1], empties [n] | write [n + 1], or [n + 2] |
 
 With three turns that follow each other in a circle nobody writes to what is being read or emptied: a device that writes
-[n + 2], where [n - 1] was, is done with n + 1, so b has sent something in n + 1, and was done with n, in which it emptied
-[n - 1]. So it is, too, where some thread blocks have words for other devices only, and wait for nobody: in every call
-each device has some that wait for all others.
+[n + 2], where [n - 1] was, is done with n + 1, so b has sent something in n + 1, and was done with n, in which it
+emptied [n - 1]. So it is, too, where some thread blocks have words for other devices only, and wait for nobody: in
+every call each device has some that wait for all others.
 
 Beside its own words a thread may share two with the threads next to it, of which the first one sends and empties them.
 """
@@ -39,6 +39,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 from pallas_kernels.between_devices.numbers import Numbers, instruct, word, word_type
 from pallas_kernels.between_devices.sizes import SHARED, THREADS, Sizes
 from pallas_kernels.by_thread import at_index, global_memory
+from pallas_kernels.in_place import run_in_place
 from pallas_kernels.varying import NOWHERE, unvaried
 
 #: As float32 it is -0.0; of two numbers of 16 bits the second is. Neither is sent: 0.0 is.
@@ -103,9 +104,9 @@ def call(
       sizes: of the mailbox.
       grid: names and sizes of the thread blocks' dimensions, where these are not one of "blocks".
     """
-    refs = [jax.new_ref(unvaried(each)) for each in mailbox]
-    results = _kernel(name, body, out_type, grid or {"blocks": sizes.blocks})(*map(unvaried, inputs), *refs)
-    return Memory(*(jax.freeze(ref) for ref in refs)), results
+    kernel = _kernel(name, body, out_type, grid or {"blocks": sizes.blocks})
+    results, memory = run_in_place(kernel, [*map(unvaried, inputs)], [*map(unvaried, mailbox)])
+    return Memory(*memory), results
 
 
 def run(

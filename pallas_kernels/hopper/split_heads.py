@@ -26,6 +26,7 @@ from jax import lax
 
 from pallas_kernels.compat import kernel_on_references, load, store
 from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HeadSizes, Places, Scales
+from pallas_kernels.in_place import run_in_place
 from pallas_kernels.varying import NOWHERE
 
 _LANES = 32  # of a warp
@@ -70,22 +71,25 @@ def split_heads(
     if scales is not None:
         inputs |= {"query_scales": scales[0].reshape(2, -1), "key_scales": scales[1].reshape(2, -1)}
     stored = {"key_pages": places.key_pages, "value_pages": places.value_pages}
-    # Of a slice XLA would give the kernel the array that it is of, to write to, and return what nobody wrote to.
-    stored = lax.optimization_barrier(stored)
-    pages = {name: jax.new_ref(each.reshape(-1, *each.shape[2:])) for name, each in stored.items()}
-    memory = tuple(jax.new_ref(each) for each in group.memory)
-    names = [*inputs, *pages, "memory", "query", "staged"]
+    pages = {name: each.reshape(-1, *each.shape[2:]) for name, each in stored.items()}
+    names, before = [*inputs, *pages, "query", "staged"], len(inputs) + len(pages)
+
+    def body(*refs: Any) -> None:
+        after = before + len(group.memory)
+        named = dict(zip(names, refs[:before] + refs[after:], strict=True))
+        _split(SimpleNamespace(**named, memory=refs[before:after]), sizes, group)
+
     kernel = kernel_on_references(
         "split_heads" if group.devices == 1 else "collect_heads",
-        lambda *refs: _split(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes, group),
+        body,
         out_type=jax.ShapeDtypeStruct((count, sizes.num_q_heads, sizes.head_dim), dtype, manual_axis_type=NOWHERE),
         scratch_types=[plgpu.SMEM((group.devices * BLOCK_ROWS, 1, sizes.head_dim), dtype)],
         mesh=plgpu.Mesh(grid=(-(-count // BLOCK_ROWS), own.num_heads), grid_names=("rows", "heads")),
         reaches_others=group.devices > 1,
     )
-    query = kernel(*inputs.values(), *pages.values(), memory)
-    keys, values = (jax.freeze(ref).reshape(stored[name].shape) for name, ref in pages.items())
-    return query, keys, values, *map(jax.freeze, memory)
+    query, changed = run_in_place(kernel, [*inputs.values()], [*pages.values(), *group.memory])
+    keys, values = (each.reshape(places.key_pages.shape) for each in changed[:2])
+    return query, keys, values, *changed[2:]
 
 
 def _split(refs: Any, sizes: HeadSizes, group: Any) -> None:

@@ -88,4 +88,5 @@ def test_each_step_has_memory_of_its_own_that_stays_where_it_is() -> None:
     # Nor are pages copied: K and V go to those that the step is given.
     assert "bf16[257,8,4,64]" in said
     assert not [line for line in said.splitlines() if re.search(r"= bf16\[(257|2056),\S* copy\(", line)]
+    assert "dynamic-slice-fusion" not in said
     assert not [line for line in said.splitlines() if re.search(r"= s32\[\d{4,}\]\S* copy\(", line)]

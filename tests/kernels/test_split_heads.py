@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_calls import check_heads, random_call, sizes_of
+from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, split_heads
@@ -86,9 +87,18 @@ def test_pages_may_be_some_of_an_array_which_stays_as_it_is() -> None:
     def run(stacks: list[jax.Array], i: jax.Array) -> tuple[jax.Array, ...]:
         return split_heads(columns, scales, Places(*places[:3], *(pages[i] for pages in stacks)), sizes)
 
+    def run_all(stacks: list[jax.Array]) -> tuple[jax.Array, ...]:
+        return lax.scan(
+            lambda _, pages: (None, split_heads(columns, scales, Places(*places[:3], *pages), sizes)), None, stacks
+        )[1]
+
     before = [np.asarray(pages) for pages in stacks]
     for i in (1, jnp.int32(1)):  # known when it is compiled, and not
         made = jax.jit(run, static_argnums=() if isinstance(i, jax.Array) else 1)(stacks, i)
         check_heads(made, columns, scales, places, sizes)
         for pages, old in zip(stacks, before, strict=True):
             np.testing.assert_array_equal(np.asarray(pages), old)
+    made = jax.jit(run_all)(stacks)
+    for i in range(3):
+        of_one = Places(*places[:3], *(jnp.asarray(pages[i]) for pages in before))
+        check_heads([x[i] for x in made], columns, scales, of_one, sizes)
