@@ -9,10 +9,11 @@
 
         mailbox ─► device 0's row, device 1's, ... ─► w = l e^(m - M) ─► sum of w O over sum of w ─► rows of requests
 
-Rows are packed alike on all devices, whatever their plans, so the same thread block has the same rows everywhere. Thread
-blocks begin in the order of the grid, and not all of them at once. Those with rows for other devices come first, and wait
-for nobody, so whoever waits has sent all that it has. Where the q heads of a kv head are divided, all devices have the same
-order: of the first thread block that is not done anywhere, every device has its own running. The merge is the paper's POR (section 4; doi 10.1145/3802028), in the order of the devices.
+Rows are packed alike on all devices, whatever their plans, so the same thread block has the same rows everywhere.
+Thread blocks begin in the order of the grid, and not all of them at once. Those with rows for other devices come first,
+and wait for nobody, so whoever waits has sent all that it has. Where the q heads of a kv head are divided, all devices
+have the same order: of the first thread block that is not done anywhere, every device has its own running. The merge is
+the paper's POR (section 4; doi 10.1145/3802028), in the order of the devices.
 """
 
 import math
