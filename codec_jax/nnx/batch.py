@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from codec_jax.attention.call import attention_by
 from codec_jax.attention.pac_por import Partial, add_sinks, por
 from codec_jax.forest import NO_SLOT, DraftTrees, Forest, KVPages, LatentPages, Pages
-from codec_jax.nnx.parallel import Parallel
+from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.planning import Plan
 from pallas_kernels import Call, Family, Scores, Window
 
@@ -98,7 +98,7 @@ def attend(
             batches, implementation, scoring, parallel.attend, [of_batch[0] for of_batch in plans], query, pages
         )
     else:
-        over = partial(_partial, batches, implementation, scoring, _here)
+        over = partial(_partial, batches, implementation, scoring, ALONE.attend)  # values come before the merge
         attended = over([of_batch[0] for of_batch in plans], query, pages)
         attended = replace(attended, out=by_heads.values(attended.out))
         if any(len(of_batch) > 1 for of_batch in plans):
@@ -107,11 +107,6 @@ def attend(
         merged = Partial(*parallel.merge(attended.out, attended.max, attended.sum))
     # Here, so that they count once however many devices have a part of a row.
     return merged.out if scoring.sinks is None else add_sinks(merged.out, (merged.max, merged.sum), scoring.sinks)[0]
-
-
-def _here(family: Family, call: Call, scores: Scores) -> tuple[Array, Array, Array]:
-    """Run a call over the pages of this device."""
-    return family.attend(call, scores)
 
 
 def _partial(

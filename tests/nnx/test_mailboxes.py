@@ -24,7 +24,10 @@ from codec_jax.attention import backends
 from codec_jax.attention.exchange import merge_heads
 from codec_jax.attention.xla import XLA
 from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, head_split, mailboxes, parallel, parts
+from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.mailboxes import Mailbox
+from codec_jax.nnx.parallel import Parallel
+from codec_jax.nnx.params import SamplingParams
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_heads, of_merges, of_rows
 from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places
@@ -162,6 +165,35 @@ def test_heads_that_are_whole_are_collected_while_they_are_split(
     layers = config.num_layers
     collected = {"heads" if tensor == 1 else "gathers": layers}
     assert counts == Counter({"merges": layers, "sums with norms": 2 * layers} | collected)
+
+
+def test_batches_of_a_step_merge_through_mailboxes_of_their_own(
+    counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of a prompt beside requests that decode: rows of two plans, which POR has in tiles of their own."""
+    steps: list[list[tuple[int, ...]]] = []
+    with_mailboxes = Parallel._with_mailboxes
+
+    def counted(self: Parallel, token: Any, x: Any, config: DecoderConfig, batches: list[tuple[int, ...]]) -> Parallel:
+        opened = with_mailboxes(self, token, x, config, batches)
+        steps.append([mailbox.like[0] for mailbox in opened.merges])
+        return opened
+
+    monkeypatch.setattr(Parallel, "_with_mailboxes", counted)
+    engine = Engine(
+        WHOLE.model, mesh=mesh_of(2, 1), max_requests=2, num_pages=64, page_size=8, max_context=CONTEXT,
+        prefill_tokens=32, steps=2,
+    )  # fmt: skip
+    first = engine.submit(PROMPTS[0], SamplingParams(max_tokens=12, temperature=0.0))
+    while not first.tokens:
+        engine.step()
+    second = engine.submit(PROMPTS[1], SamplingParams(max_tokens=5, temperature=0.0))
+    while not engine.idle:
+        engine.step()
+    assert first.tokens == WHOLE.greedy(PROMPTS[0], 12)
+    assert second.tokens == WHOLE.greedy(PROMPTS[1], 5)
+    assert counts["merges"] == CONFIG.num_layers * sum(map(len, steps))  # none went another way
+    assert any(len(set(shapes)) == 2 for shapes in steps)
 
 
 def test_gpus_that_have_none_are_told_of_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
