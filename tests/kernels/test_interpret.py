@@ -27,8 +27,8 @@ if not hasattr(plgpu, "InterpretGPUParams"):
 from interpreted import PARAMS, RACE, said_of, serving
 from simulator import simulate
 
-from pallas_kernels import softmax
-from pallas_kernels.hopper import pac, pac_compute, por
+from pallas_kernels import por_grain, softmax
+from pallas_kernels.hopper import pac, pac_compute
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ CASES = {
 def test_interpreted_kernels_equal_dense_attention_without_races(
     case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(por, "_GRAINS", {math.inf: list(por._GRAINS.values())[case.grain]})
+    monkeypatch.setattr(por_grain, "_GRAINS", {math.inf: list(por_grain._GRAINS.values())[case.grain]})
     forest = Forest.from_nodes(*case.tree, page_size=case.page_size, request_capacity=case.requests)
     plan = plan_of(
         forest,
