@@ -56,7 +56,7 @@ def split_heads(
     cos, sin = turns(positions.reshape(-1), config.head_dim // 2, *config.rope_of(layer))
     places = Places(cos, sin, slots.reshape(-1), pages.key, pages.value)
     run: Callable[..., tuple[Array, Array, Array]] = head_rows.split_heads
-    if parallel.gathers is not None and parts.shape[3] < sum(parallel.columns(config)):
+    if parallel.gathers is not None and parallel.collects_heads:
         run = parallel.gathers.split_heads
     query, key, value = run(parts.reshape(len(parts), -1, parts.shape[3]), scales, places, sizes)
     return query.reshape(*batch, *query.shape[1:]), replace(pages, key=key, value=value)

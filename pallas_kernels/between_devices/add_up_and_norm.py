@@ -73,7 +73,7 @@ def _sum_over_devices(share: jax.Array, slots: Any, counts: Any, dtype: Any, siz
         box, numbers = Box(sizes, slots, counts), Numbers(mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)), sizes.width)
         words = [each for chunk in share.registers.flat for each in numbers.to_words(chunk)]
         registers, width = np.full(share.registers.shape, None, object), sizes.width
-        for come, _ in box.exchange(context, lambda _: (words, [])):
+        for come, _ in box.exchange(context, words):
             for i in range(sizes.chunks):
                 chunk, so_far = numbers.from_words(come[i * width : (i + 1) * width]), registers.flat[i]
                 registers.flat[i] = chunk if so_far is None else arith.addf(so_far, chunk)

@@ -16,18 +16,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.between_devices.mailbox import Box, Memory, begun_words
+from pallas_kernels.between_devices.mailbox import SCALAR, Box, Memory, begin, only
 from pallas_kernels.between_devices.numbers import Numbers
 from pallas_kernels.between_devices.sizes import Sizes
 from pallas_kernels.hopper.head_rows import HeadSizes, Places, Scales
 from pallas_kernels.hopper.split_heads import Halves, split_heads
 from pallas_kernels.varying import unvaried, vary_like
-
-_NUMBER = plgpu.Layout.WG_SPLAT(())  # one for all threads
 
 
 # A step calls it in every layer: a jitted function is lowered once for all.
@@ -68,16 +65,8 @@ class _Group(NamedTuple):
 
     def begin(self, memory: Any, block: jax.Array) -> list[jax.Array]:
         """Do in the thread block of this number what an exchange does before there is something to send."""
-
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), _NUMBER),
-            return_type=[plgpu.ShapeDtypeStruct((), jnp.int32, layout=_NUMBER)] * begun_words(self.sizes),
-        )
-        def begin(context: Any, slots: Any, counts: Any, block: Any) -> Any:
-            words = Box(self.sizes, slots, counts, _only(block)).begin(context)
-            return [mgpu.FragmentedArray.splat(each, (), is_signed=True) for each in words]
-
-        return begin(*memory, block)
+        slots, counts = memory
+        return begin(slots, counts, block, self.sizes)
 
     def collect(
         self, memory: Any, block: jax.Array, begun: list[jax.Array], halves: Halves, spread: Any
@@ -93,24 +82,19 @@ class _Group(NamedTuple):
         kept = plgpu.ShapeDtypeStruct(halves[0].shape, self.dtype, layout=spread)
 
         @plgpu.inline_mgpu(
-            arg_types=((spread, spread), plgpu.RefType(), plgpu.RefType(), _NUMBER, [_NUMBER] * len(begun)),
+            arg_types=((spread, spread), plgpu.RefType(), plgpu.RefType(), SCALAR, [SCALAR] * len(begun)),
             return_type=[(kept, kept)] * self.devices,
         )
         def exchange(context: Any, halves: Any, slots: Any, counts: Any, block: Any, begun: Any) -> Any:
-            box = Box(self.sizes, slots, counts, _only(block))
+            box = Box(self.sizes, slots, counts, only(block))
             numbers = Numbers(mgpu.utils.dtype_to_ir_type(kept.dtype), self.sizes.width)
-            words = numbers.to_words(_joined(*(_only(half) for half in halves)))
-            come = box.exchange(context, lambda _: (words, []), begun=list(map(_only, begun)))
+            words = numbers.to_words(_joined(*(only(half) for half in halves)))
+            come = box.exchange(context, words, begun=list(map(only, begun)))
             return [
                 tuple(_like(halves[0], half) for half in _halved(numbers.stored_from_words(words))) for words, _ in come
             ]
 
         return exchange(halves, *memory, block, begun)
-
-
-def _only(array: Any) -> Any:
-    """Return the only register of an array."""
-    return array.registers.item()
 
 
 def _like(array: Any, register: Any) -> Any:

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
@@ -39,12 +38,16 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 from pallas_kernels.between_devices.numbers import Numbers, instruct, word, word_type
 from pallas_kernels.between_devices.sizes import SHARED, THREADS, Sizes
 from pallas_kernels.by_thread import at_index, global_memory
+from pallas_kernels.compat import kernel_on_references
 from pallas_kernels.in_place import run_in_place
 from pallas_kernels.varying import NOWHERE, unvaried
 
 #: As float32 it is -0.0; of two numbers of 16 bits the second is. Neither is sent: 0.0 is.
 EMPTY = -(2**31)
 _TURNS = 3
+#: A number that all threads of a thread block have.
+SCALAR = plgpu.Layout.WG_SPLAT(())
+SCALAR_TYPE = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 #: A device that died sends nothing. Who waits looks so often, which takes minutes, and then ends with an error.
 _MOST_LOOKS = 1 << 30
 
@@ -135,15 +138,8 @@ def _kernel(name: str, body: Any, out_type: Any, grid: dict[str, int]) -> Any:
 
     None of them gives others anything through shared memory.
     """
-    make_params: Any = plgpu.CompilerParams  # the versions differ in its fields
-    params = make_params(
-        approx_math=True,
-        lowering_semantics=plgpu.LoweringSemantics.Lane,  # in the other one a reference to another device is lost
-        skip_device_barrier=True,
-        unsafe_no_auto_barriers=True,
-    )
     mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid))
-    return pl.kernel(body, out_type=out_type, mesh=mesh, compiler_params=params, name=name)
+    return kernel_on_references(name, body, out_type=out_type, scratch_types=[], mesh=mesh, reaches_others=True)
 
 
 class Box:
@@ -174,12 +170,13 @@ class Box:
         """
         numbers = Numbers(x.type.element_type, self.sizes.width)
         own = numbers.to_words(numbers.load(x, self.first))
-        return numbers, [numbers.from_words(words) for words, _ in self.exchange(context, lambda _: (own, []))]
+        return numbers, [numbers.from_words(words) for words, _ in self.exchange(context, own)]
 
     def exchange(
         self,
         context: Any,
-        words_for: Callable[[Any], tuple[list[Any], list[Any]]],
+        words: list[Any],
+        shared: Sequence[Any] = (),
         begun: Sequence[Any] | None = None,
         recipients: Sequence[Any] | None = None,
     ) -> Iterator[tuple[list[Any], list[Any]]]:
@@ -187,8 +184,8 @@ class Box:
 
         Args:
           context: of the kernel.
-          words_for: of a device's number, the words of this thread for it, one chunk after another, and those that it
-            shares, two of each chunk; none is EMPTY.
+          words: of this thread, one chunk after another; none is EMPTY.
+          shared: those that it shares, two of each chunk; none is EMPTY.
           begun: what `begin` returned, if the kernel did that before it had the words.
           recipients: the device that gets each chunk, which is the same on all of them; None where all get all.
 
@@ -196,7 +193,7 @@ class Box:
         """
         count, *slots = (self._load_count(), *self._slots_of_others(context)) if begun is None else _unpacked(begun)
         own, turn = self.own(context), arith.remui(count, word(_TURNS))
-        self._send(own, turn, slots, words_for, recipients)
+        self._send(own, turn, slots, words, shared, recipients)
         if begun is None:
             self._clear(count)
         wanted = [None if recipients is None else _equal(recipients[i], own) for i in range(self.sizes.chunks)]
@@ -204,7 +201,10 @@ class Box:
             yield self._receive(turn, device, wanted)
 
     def begin(self, context: Any) -> list[Any]:
-        """Do what an exchange does before there is something to send; return the words that it needs, `begun_words`."""
+        """Do what an exchange does before there is something to send; return the words that it needs.
+
+        These are the count, and two of each device.
+        """
         count, slots = self._load_count(), self._slots_of_others(context)
         self._clear(count)
         return [count, *(half for each in slots for half in _halves(each))]
@@ -252,12 +252,12 @@ class Box:
         own: Any,
         turn: Any,
         slots_of: Sequence[Any],
-        words_for: Callable[[Any], Any],
+        words: Sequence[Any],
+        shared: Sequence[Any],
         recipients: Sequence[Any] | None,
     ) -> None:
-        width, place, others = self.sizes.width, self._place(turn, own), self._others(own)
-        sent = [words_for(other) for other in others]
-        for other, slots, (words, shared) in zip(others, slots_of, sent, strict=True):
+        width, place = self.sizes.width, self._place(turn, own)
+        for other, slots in zip(self._others(own), slots_of, strict=True):
             for i in range(self.sizes.chunks):
                 of_chunk = words[i * width : (i + 1) * width], shared[i * SHARED : (i + 1) * SHARED]
                 with nullcontext() if recipients is None else mgpu.when(_equal(recipients[i], other)):
@@ -305,7 +305,9 @@ class Box:
         share = arith.divui(chunk, word(self.sizes.sharing))
         return arith.addi(word(self.sizes.words), arith.muli(share, word(SHARED)))
 
-    def _store(self, instruction: str, slots: Any, place: Any, i: int, words: list[Any], shared: list[Any]) -> None:
+    def _store(
+        self, instruction: str, slots: Any, place: Any, i: int, words: Sequence[Any], shared: Sequence[Any]
+    ) -> None:
         """Store the words of a chunk in a slot; the first of the threads that share some stores these."""
         _store(instruction, slots, arith.addi(place, self.firsts[i]), words)
         if self.sizes.sharing:
@@ -320,15 +322,32 @@ def _equal(a: Any, b: Any) -> Any:
 _SHAPES = {1: ".b32", 2: ".v2.b32", 4: ".v4.b32"}
 
 
-def _store(instruction: str, slots: Any, index: Any, words: list[Any]) -> None:
+def _store(instruction: str, slots: Any, index: Any, words: Sequence[Any]) -> None:
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
     text = f"{instruction}{_SHAPES[len(words)]} [$0], {{{names}}};"
     instruct(text, at_index(slots, [index], word_type()), *words)
 
 
-def begun_words(sizes: Sizes) -> int:
-    """Return how many words `Box.begin` returns."""
-    return 1 + 2 * sizes.devices
+def begin(slots: Any, counts: Any, block: jax.Array, sizes: Sizes) -> list[jax.Array]:
+    """Begin an exchange of a thread block before there is something to send; return what `Box.begin` does."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), return_type=[SCALAR_TYPE] * (1 + 2 * sizes.devices)
+    )
+    def of_box(context: Any, slots: Any, counts: Any, block: Any) -> Any:
+        return list(map(splat, Box(sizes, slots, counts, only(block)).begin(context)))
+
+    return of_box(slots, counts, block)
+
+
+def only(array: Any) -> Any:
+    """Return the only register of an array: of a scalar, its number."""
+    return array.registers.item()
+
+
+def splat(number: Any) -> Any:
+    """Return a scalar of all threads."""
+    return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
 
 def _halves(pointer: Any) -> tuple[Any, Any]:

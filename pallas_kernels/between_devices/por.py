@@ -30,7 +30,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import por_rows
-from pallas_kernels.between_devices.mailbox import Box, Memory, begun_words
+from pallas_kernels.between_devices.mailbox import SCALAR, SCALAR_TYPE, Box, Memory, begin, only, splat
 from pallas_kernels.between_devices.mailbox import call as call_between
 from pallas_kernels.between_devices.numbers import Numbers, instruct, word, word_type
 from pallas_kernels.between_devices.sizes import SHARED, Sizes
@@ -40,9 +40,6 @@ from pallas_kernels.hopper.por import Place, Work, merge_here
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.por_grain import grain_of
 from pallas_kernels.varying import NOWHERE
-
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-_SCALAR_TYPE = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
 
 def por(
@@ -87,9 +84,9 @@ def _merge(refs: Any, work: Work, sizes: Sizes, heads: int) -> None:
     own, part = _own_number(refs.slots, refs.counts, sizes), lax.axis_index("part")
     group = _in_order(lax.axis_index("group"), lax.axis_size("group"), own, work.num_kv_heads, sizes.devices)
     block = group * (TILE_ROWS // work.grain.rows) + part
-    begun = _begin(refs.slots, refs.counts, block, sizes)
+    begun = begin(refs.slots, refs.counts, block, sizes)
     places, rows = merge_here(refs, work, group, part)
-    _exchange(refs, work, sizes, heads, (block, *begun), places, rows)
+    _exchange(refs, work, sizes, heads, (block, begun), places, rows)
 
 
 def _in_order(number: jax.Array, groups: int, own: jax.Array, num_kv_heads: int, devices: int) -> jax.Array:
@@ -105,22 +102,11 @@ def _in_order(number: jax.Array, groups: int, own: jax.Array, num_kv_heads: int,
 def _own_number(slots: Any, counts: Any, sizes: Sizes) -> jax.Array:
     """Return the number of this device in its group."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=_SCALAR_TYPE)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=SCALAR_TYPE)
     def own(context: Any, slots: Any, counts: Any) -> Any:
-        return _splat(Box(sizes, slots, counts).own(context))
+        return splat(Box(sizes, slots, counts).own(context))
 
     return own(slots, counts)
-
-
-def _begin(slots: Any, counts: Any, block: jax.Array, sizes: Sizes) -> list[jax.Array]:
-    """Begin an exchange before there is something to send."""
-    returned = [_SCALAR_TYPE] * begun_words(sizes)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR), return_type=returned)
-    def begin(context: Any, slots: Any, counts: Any, block: Any) -> Any:
-        return list(map(_splat, Box(sizes, slots, counts, _number(block)).begin(context)))
-
-    return begin(slots, counts, block)
 
 
 def _exchange(
@@ -128,7 +114,7 @@ def _exchange(
     work: Work,
     sizes: Sizes,
     heads: int,
-    of_box: tuple[jax.Array, ...],
+    of_box: tuple[jax.Array, list[jax.Array]],
     places: list[Place],
     rows: tuple[jax.Array, jax.Array, jax.Array],
 ) -> None:
@@ -140,14 +126,15 @@ def _exchange(
         jnp.where(place.exists, place.entry * heads + lax.rem(place.q_head, jnp.int32(heads)), -1) for place in places
     ]
     types = (layout, work.merge.of_rows, work.merge.of_rows), (plgpu.RefType(),) * 5
-    scalars = [*of_box, *to, *first]
+    scalars = *of_box, to, first
 
-    @plgpu.inline_mgpu(arg_types=(*types[0], *types[1], *[_SCALAR] * len(scalars)))
-    def exchange(context: Any, merged: Any, row_max: Any, row_sum: Any, *rest: Any) -> None:
-        slots, counts, out, out_max, out_sum = rest[:5]
-        block, *numbers = map(_number, rest[5:])
-        begun, numbers = numbers[: begun_words(sizes)], numbers[begun_words(sizes) :]
-        box = Box(sizes, slots, counts, block)
+    @plgpu.inline_mgpu(arg_types=(*types[0], *types[1], *jax.tree.map(lambda _: SCALAR, scalars)))
+    def exchange(
+        context: Any, merged: Any, row_max: Any, row_sum: Any, slots: Any, counts: Any, out: Any, out_max: Any,
+        out_sum: Any, block: Any, *lists: Any,
+    ) -> None:  # fmt: skip
+        begun, recipient_of, first_of = (list(map(only, each)) for each in lists)
+        box = Box(sizes, slots, counts, only(block))
         stored = Numbers(mgpu.utils.dtype_to_ir_type(jnp.dtype(refs.out.dtype)), sizes.width)
         one = Numbers(ir.F32Type.get(), 1)
         row, column = _row_and_column(grain, work.merge.head_dim)
@@ -158,18 +145,18 @@ def _exchange(
             for softmax in (row_max, row_sum):
                 shared += one.to_words(softmax.registers.flat[i // of_row])
             piece = i // of_row * (grain.together // work.piece), row
-            recipients.append(_of_piece(numbers[: len(to)], *piece, work.piece, grain.together))
-            begin = _of_piece(numbers[len(to) :], *piece, work.piece, grain.together)
-            targets.append((begin, arith.addi(begin, arith.remui(row, word(work.piece)))))
-        come = list(box.exchange(context, lambda _: (words, shared), begun, recipients))
+            recipients.append(_of_piece(recipient_of, *piece, work.piece, grain.together))
+            first_row = _of_piece(first_of, *piece, work.piece, grain.together)
+            targets.append((first_row, arith.addi(first_row, arith.remui(row, word(work.piece)))))
+        come = list(box.exchange(context, words, shared, begun, recipients))
         own = box.own(context)
-        for i, (begin, target) in enumerate(targets):
+        for i, (first_row, target) in enumerate(targets):
             at = slice(i * sizes.width, (i + 1) * sizes.width), slice(i * SHARED, (i + 1) * SHARED)
             parts = [(stored.from_words(words[at[0]]), *map(_as_float, shared[at[1]])) for words, shared in come]
             number, greatest, total = _merged(stored, parts)
             is_here = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.eq, recipients[i], own),
-                arith.cmpi(arith.CmpIPredicate.sge, begin, word(0)),
+                arith.cmpi(arith.CmpIPredicate.sge, first_row, word(0)),
             )
             with mgpu.when(is_here):
                 columns = word(i % of_row * grain.columns(work.merge.head_dim))
@@ -226,13 +213,3 @@ def _float(number: float) -> Any:
 
 def _as_float(bits: Any) -> Any:
     return llvm.bitcast(ir.F32Type.get(), bits)
-
-
-def _number(scalar: Any) -> Any:
-    """Return the number that a scalar of all threads is."""
-    return scalar.registers.item()
-
-
-def _splat(number: Any) -> Any:
-    """Return a scalar of all threads."""
-    return mgpu.FragmentedArray.splat(number, (), is_signed=True)

@@ -6,7 +6,6 @@ Where there are no GPUs collectives take the place of the kernels, which have te
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +107,16 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
+def check_two_tokens(sampler: Sampler, counts: Counter[str]) -> None:
+    """Decode twice, and count the exchanges of that."""
+    state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
+    counts.clear()
+    state, generated = sampler.decode(state, 2, temperature=0.0)
+    for request, tokens in enumerate(generated.tokens):
+        texts[request] += tokens
+    assert_logits_follow(state, texts, WHOLE)
+
+
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize(("context", "tensor", "gathers"), [(1, 2, False), (2, 2, True)], ids=["1x2", "2x2"])
 def test_layers_exchange_through_mailboxes(
@@ -121,12 +130,7 @@ def test_layers_exchange_through_mailboxes(
     placed = PlacedDecoder.of(WHOLE.model, mesh_of(context, tensor))
     steps = 3 if by_rows else 2  # a program of its own
     sampler = Sampler(placed, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=steps)
-    state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
-    counts.clear()
-    state, generated = sampler.decode(state, 2, temperature=0.0)
-    for request, tokens in enumerate(generated.tokens):
-        texts[request] += tokens
-    assert_logits_follow(state, texts, WHOLE)
+    check_two_tokens(sampler, counts)
     layers = CONFIG.num_layers
     merges = layers if context > 1 else 0
     sums = {"sums with norms" if by_rows else "sums": 2 * layers}
@@ -138,8 +142,6 @@ def test_heads_that_are_whole_are_collected_while_they_are_split(
     tensor: int, parts_of_each: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And columns are, where two groups have a kv head each, of which every device computes a half."""
-    config = replace(CONFIG, head_dim=64)
-    whole = Dense(Decoder(config, nnx.Rngs(1)))
 
     def of_float32(rows: int, num_own_heads: int, head_dim: int, dtype: Any, *group: int) -> Sizes | None:
         assert dtype == jnp.float32  # in which nothing but a mistake makes a difference
@@ -153,16 +155,11 @@ def test_heads_that_are_whole_are_collected_while_they_are_split(
     monkeypatch.setattr(mailboxes, "of_rows", of_arrays)
     monkeypatch.setattr(parts, "number_of_parts", lambda *_: parts_of_each)
     sampler = Sampler(
-        PlacedDecoder.of(whole.model, mesh_of(2, tensor)),
+        PlacedDecoder.of(WHOLE.model, mesh_of(2, tensor)),
         max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=2 + parts_of_each,  # a program each
     )  # fmt: skip
-    state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
-    counts.clear()
-    state, generated = sampler.decode(state, 2, temperature=0.0)
-    for request, tokens in enumerate(generated.tokens):
-        texts[request] += tokens
-    assert_logits_follow(state, texts, whole)
-    layers = config.num_layers
+    check_two_tokens(sampler, counts)
+    layers = CONFIG.num_layers
     collected = {"heads" if tensor == 1 else "gathers": layers}
     assert counts == Counter({"merges": layers, "sums with norms": 2 * layers} | collected)
 
