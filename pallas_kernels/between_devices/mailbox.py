@@ -194,8 +194,7 @@ class Box:
         count, *slots = (self._load_count(), *self._slots_of_others(context)) if begun is None else _unpacked(begun)
         own, turn = self.own(context), arith.remui(count, word(_TURNS))
         self._send(own, turn, slots, words, shared, recipients)
-        if begun is None:
-            self._clear(count)
+        self._clear(count)
         wanted = [None if recipients is None else _equal(recipients[i], own) for i in range(self.sizes.chunks)]
         for device in range(self.sizes.devices):
             yield self._receive(turn, device, wanted)
@@ -206,7 +205,6 @@ class Box:
         These are the count, and two of each device.
         """
         count, slots = self._load_count(), self._slots_of_others(context)
-        self._clear(count)
         return [count, *(half for each in slots for half in _halves(each))]
 
     def _load_count(self) -> Any:
