@@ -24,7 +24,7 @@ from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
 from codec_jax.nnx.mlp import MLP, linear
 from codec_jax.nnx.norm import RMSNorm
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.nnx.parts import Parts, add_and_norm
+from codec_jax.nnx.parts import Parts, Update, add_and_norm
 from codec_jax.nnx.self_attention import Attention
 
 
@@ -54,28 +54,26 @@ class Block(nnx.Module):
     def decode(
         self,
         x: Float[Array, "B T D"],
-        update: Float[Array, "B T D"] | Parts | None,
+        update: Update | None,
         positions: Int[Array, "B T"],
         slots: Int[Array, "B T"],
         pages: Pages,
         attend: Attend,
         parallel: Parallel = ALONE,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | Parts | None, Pages]:
+    ) -> tuple[Float[Array, "B T D"], Update, Pages]:
         """Attention over a forest, then the MLP; x comes with what the layer before adds to it, and returns so."""
         x, normed = self._entering("attention", x, update, parallel)
         attended, pages = self.attention.decode(normed, positions, slots, pages, attend, parallel)
-        x, normed = self._entering("mlp", *self._leaving("attention", x, attended, parallel), parallel)
-        return *self._leaving("mlp", x, self.mlp.decode(normed, parallel), parallel), pages
+        x, normed = self._entering("mlp", x, self._leaving("attention", attended), parallel)
+        return x, self._leaving("mlp", self.mlp.decode(normed, parallel)), pages
 
-    def _entering(self, part: str, x: Array, update: Array | Parts | None, parallel: Parallel) -> tuple[Array, Array]:
+    def _entering(self, part: str, x: Array, update: Update | None, parallel: Parallel) -> tuple[Array, Array]:
         """Return x with what is to be added to it, and what a part of the layer is given of it."""
-        if self.placement == "after":
-            return x, x
-        return add_and_norm(parallel, x, update, getattr(self, f"{part}_norm"))
+        return add_and_norm(parallel, x, update, None if self.placement == "after" else getattr(self, f"{part}_norm"))
 
-    def _leaving(self, part: str, x: Array, update: Any, parallel: Parallel) -> tuple[Array, Any]:
-        """Add what a part of the layer gives if it is normed on its way out; else that waits for the next norm."""
-        return (x, update) if self.placement == "before" else (x + self._after(part, parallel.reduce(update)), None)
+    def _leaving(self, part: str, value: Array | Parts) -> Update:
+        """Return what a part of the layer gives, which waits for the next one to be added."""
+        return Update(value, None if self.placement == "before" else getattr(self, f"{part}_out_norm"))
 
     def _before(self, part: str, x: Array) -> Array:
         return x if self.placement == "after" else getattr(self, f"{part}_norm")(x)
@@ -209,7 +207,8 @@ class Decoder(nnx.Module):
         if places is not None:
             in_window = lax.optimization_barrier(in_places(slots, places, cache[0].key.shape[1]))
         x, parallel = parallel.embed(self.embed, rows.tokens, self.config, [batch.tokens.shape for batch in batches])
-        run, update, written = partial(attend, batches, implementation, parallel), None, []
+        run, written = partial(attend, batches, implementation, parallel), []
+        update: Update | None = None
         for layer, (block, pages) in enumerate(zip(self.blocks, cache, strict=True)):
             here = slots if self.config.window_of(layer) is None else in_window
             x, update, pages = block.decode(x, update, rows.positions, here, pages, run, parallel)

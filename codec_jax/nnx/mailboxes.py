@@ -1,6 +1,6 @@
 """Sums, gathers and merges over the GPUs of one process, by kernels that write to each other's memory.
 
-    sums     of hidden states, over all devices, perhaps with the norm that comes next
+    sums     of hidden states, over all devices, perhaps with the norms before and after they are added
     gathers  of queries, keys and values, over the devices of a group that compute parts of them; of whole heads perhaps
              with norm, rotation, and the way to their pages
     merges   of attention, over the devices of a group that have parts of the pages; POR itself exchanges them
@@ -25,6 +25,7 @@ from codec_jax.mesh import CONTEXT, TENSOR, axis_size
 from pallas_kernels import Call, Family, Scores
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_heads, of_merges, of_rows
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
+from pallas_kernels.hopper.add_norm import Factors
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, Scales
 from pallas_kernels.hopper.tiling import columns_of, why_not_on
 
@@ -151,9 +152,9 @@ class Mailbox:
         return self._run(add_up, x)
 
     def add_up_and_norm(
-        self, x: Float[Array, "rows D"], parts: Float[Array, "S rows D"], factors: Float[Array, " D"], norm: Norm
+        self, x: Float[Array, "rows D"], parts: Float[Array, "S rows D"], factors: Factors, norm: Norm
     ) -> tuple[Float[Array, "rows D"], Float[Array, "rows D"]]:
-        """Return x plus the sum of what the devices have in parts, and its norm; of a mailbox for rows."""
+        """Do what `add_norm.add_and_norm` does, with the sum of what the devices have; of a mailbox for rows."""
         from pallas_kernels.between_devices.add_up_and_norm import add_up_and_norm
 
         return self._run(partial(add_up_and_norm, norm=norm), x, parts, factors)

@@ -171,9 +171,7 @@ class Parallel:
             for number, shape in enumerate(dict.fromkeys(batches)):
                 query = jax.ShapeDtypeStruct((*shape, num_q_heads, config.head_dim), x.dtype)
                 merges.append(Mailbox.for_merges(token + 2 + number, query, num_kv_heads, *group))
-        # Where a norm comes right after a sum, rows that have both in one kernel.
-        by_rows = Mailbox.for_rows(token, x, self.devices) if config.norm_placement == "before" else None
-        sums = by_rows or Mailbox.for_arrays(token, x, self.devices)
+        sums = Mailbox.for_rows(token, x, self.devices) or Mailbox.for_arrays(token, x, self.devices)
         return replace(self, sums=sums, gathers=gathers, merges=tuple(filter(None, merges)))
 
     def _with_gathers(self, seed: Int[Array, ""], x: Float[Array, "B T D"], config: DecoderConfig) -> Mailbox | None:

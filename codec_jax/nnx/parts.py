@@ -1,7 +1,7 @@
 """Products that leave their sums in parts, for the kernel that needs them to add up.
 
-    x ─► product ─► S parts ─► + hidden states ─► norm     `add_and_norm`, one kernel, also over several devices
-                            ─► heads                       `head_split`, one kernel
+    x ─► product ─► S parts ─► norm, if ─► + hidden states ─► norm, if    `add_and_norm`, one kernel, also over devices
+                            ─► heads                                      `head_split`, one kernel
 
 With few rows a product takes as long as reading its weights. If these are few, too few thread blocks read them, so the
 depth of the sum is divided. XLA does so by itself, and then has one more kernel add the parts up.
@@ -21,6 +21,7 @@ from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.norm import RMSNorm
 from codec_jax.nnx.parallel import Parallel
 from pallas_kernels.hopper import add_norm
+from pallas_kernels.hopper.add_norm import Factors
 from pallas_kernels.hopper.head_rows import Norm
 
 #: Rows with which parts were measured to be faster.
@@ -46,6 +47,13 @@ class Parts(NamedTuple):
     parts: Float[Array, "S *rows N"]  # float32
 
 
+class Update(NamedTuple):
+    """What a part of a layer adds to the hidden states, which nobody has done yet."""
+
+    value: Float[Array, "*rows D"] | Parts  # of several devices the share of this one
+    norm: RMSNorm | None  # of the value, before it is added
+
+
 def serves(config: DecoderConfig, parallel: Parallel) -> bool:
     """Whether kernels of the default device add up what the layers of a decoder leave in parts.
 
@@ -53,7 +61,7 @@ def serves(config: DecoderConfig, parallel: Parallel) -> bool:
       config: of the decoder.
       parallel: the devices among which it is divided, as they are within a step.
     """
-    if not parallel.has_kernels or config.norm_placement != "before":
+    if not parallel.has_kernels:
         return False
     if parallel.axes:
         return parallel.sums is not None and parallel.sums.is_by_rows
@@ -109,24 +117,32 @@ def number_of_parts(depth: int, columns: int, rows: int) -> int:
 
 
 def add_and_norm(
-    parallel: Parallel, x: Float[Array, "*rows D"], update: Float[Array, "*rows D"] | Parts | None, norm: RMSNorm
+    parallel: Parallel, x: Float[Array, "*rows D"], update: Update | None, norm: RMSNorm | None
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Return hidden states with what a layer adds to them, and the norm of that.
 
     Args:
       parallel: the devices among which the layer is divided.
       x: hidden states.
-      update: what is added, of several devices the share of this one; None for nothing.
-      norm: the norm of what comes next.
+      update: what is added; None for nothing.
+      norm: the norm of what comes next; None if it gets the hidden states as they are.
     """
     if update is None:
-        return x, norm(x)
-    sums = parallel.sums if parallel.sums is not None and parallel.sums.is_by_rows else None
-    if sums is None and not isinstance(update, Parts):
-        x = x + parallel.reduce(update)
-        return x, norm(x)
-    parts, width = update.parts if isinstance(update, Parts) else update[None], x.shape[-1]
+        return x, _normed(x, norm)
+    value, sums = update.value, parallel.sums
+    if sums is None or not sums.is_by_rows:
+        if not isinstance(value, Parts):
+            x = x + _normed(parallel.reduce(value), update.norm)
+            return x, _normed(x, norm)
+        sums = None
+    parts, width = value.parts if isinstance(value, Parts) else value[None], x.shape[-1]
+    norms = [update.norm, norm]
+    factors = Factors(*(None if each is None else each.scale[...] for each in norms))
+    [how] = {Norm(each.epsilon, each.plus_one) for each in norms if each is not None}
     run = add_norm.add_and_norm if sums is None else sums.add_up_and_norm
-    learned = norm.scale[...], Norm(norm.epsilon, norm.plus_one)
-    total, normed = run(x.reshape(-1, width), parts.reshape(len(parts), -1, width), *learned)
+    total, normed = run(x.reshape(-1, width), parts.reshape(len(parts), -1, width), factors, how)
     return total.reshape(x.shape), normed.reshape(x.shape)
+
+
+def _normed(x: Float[Array, "*rows D"], norm: RMSNorm | None) -> Float[Array, "*rows D"]:
+    return x if norm is None else norm(x)

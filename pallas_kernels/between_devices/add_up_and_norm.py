@@ -1,14 +1,14 @@
-"""A sum over devices, added to the hidden states, and the root mean square norm of that, in one kernel.
+"""A sum over devices, added to the hidden states, with the norms before and after that, in one kernel.
 
     one thread block for each row:
 
         parts of this device's share [S, D] ─► share ─► every device's mailbox
 
-        mailbox ─► device 0's + device 1's + ... + hidden states ─► rounded ─┬─► hidden states
-                                                                             └─► mean of squares ─► normed
+        mailbox ─► device 0's + device 1's + ... ─► norm, if there is one ─┬─► rounded ─┬─► hidden states
+                                                             hidden states ┘            └─► norm, if ─► normed
 
-What `add_norm` does on one device. All devices compute the very same rows. A thread block has all of a row, as the norm
-needs its squares.
+What `add_norm` does on one device. All devices compute the very same rows. A thread block has all of a row, as norms
+need its squares.
 """
 
 from functools import partial
@@ -26,39 +26,39 @@ from pallas_kernels.between_devices.mailbox import Box, Memory, call
 from pallas_kernels.between_devices.numbers import Numbers
 from pallas_kernels.between_devices.sizes import Sizes
 from pallas_kernels.compat import load
-from pallas_kernels.hopper.add_norm import store_norm, sum_of
+from pallas_kernels.hopper.add_norm import Factors, load_factors, out_types, store_sum, sum_of
 from pallas_kernels.hopper.head_rows import Norm
-from pallas_kernels.varying import NOWHERE
 
 
 # A step calls it in every layer: a jitted function is lowered once for all.
 @partial(jax.jit, static_argnames=("norm", "sizes"))
 @jax.enable_x64(False)  # the kernel counts in int32
 def add_up_and_norm(
-    mailbox: Memory, x: jax.Array, parts: jax.Array, factors: jax.Array, norm: Norm, sizes: Sizes
+    mailbox: Memory, x: jax.Array, parts: jax.Array, factors: Factors, norm: Norm, sizes: Sizes
 ) -> tuple[Memory, tuple[jax.Array, jax.Array]]:
-    """Return the mailbox for the next call, and x plus the sum of what the devices have, and the norm of that.
+    """Return the mailbox for the next call, and what `add_norm` does, with the sum of what the devices have.
 
     Args:
       mailbox: of `mailbox.empty`.
       x: [rows, D], bfloat16 or float16, the same on all devices.
       parts: [S, rows, D], of this device's share; float32, or one part like x.
-      factors: [D], of the norm, as they are stored.
-      norm: how it computes.
+      factors, norm: as in `add_norm.add_and_norm`.
       sizes: of `sizes.of_rows`.
     """
     spread = plgpu.Layout.WG_STRIDED((x.shape[1],), 2 * sizes.width)
+    given, structure = jax.tree.flatten((x, parts, factors))
 
-    def body(x: Any, parts: Any, factors: Any, slots: Any, counts: Any, total: Any, normed: Any) -> None:
+    def body(*refs: Any) -> None:
+        x, parts, factors = jax.tree.unflatten(structure, refs[: len(given)])
+        slots, counts, *outs = refs[len(given) :]
         row = lax.axis_index("blocks")
         share = sum_of([parts.at[i, row] for i in range(parts.shape[0])], spread)
-        before, factor = load(x.at[row], spread), norm.factors(load(factors, spread))
-        added = _sum_over_devices(share, slots, counts, x.dtype, sizes) + before.astype(jnp.float32)
-        store_norm(added, factor, norm, total.at[row], normed.at[row])
+        before, loaded = load(x.at[row], spread), load_factors(factors, norm, spread)
+        update = _sum_over_devices(share, slots, counts, x.dtype, sizes)
+        store_sum(update, before, loaded, norm, [out.at[row] for out in outs])
 
-    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)] * 2
-    mailbox, (total, normed) = call("add_up_and_norm", body, mailbox, (x, parts, factors), out_type, sizes)
-    return mailbox, (total, normed)
+    mailbox, (total, *normed) = call("add_up_and_norm", body, mailbox, given, out_types(x, factors), sizes)
+    return mailbox, (total, normed[0] if normed else total)
 
 
 def _sum_over_devices(share: jax.Array, slots: Any, counts: Any, dtype: Any, sizes: Sizes) -> jax.Array:

@@ -1,19 +1,18 @@
-"""Parts of a sum, added to the hidden states and up, and the root mean square norm of that, in one kernel.
+"""Parts of a sum, added to the hidden states and up, with the norms before and after that, in one kernel.
 
     one thread block for each row:
 
-        hidden states [D] ─┐
-        part 0        [D] ─┼─► sum ─► rounded ─┬──────────────────────► hidden states
-        part 1        [D] ─┘                   └─► mean of squares ─┬─► normed
-                                  learned factors [D] ──────────────┘
+        part 0        [D] ─┐
+        part 1        [D] ─┴─► sum ─► norm, if there is one ─┬─► rounded ─┬─────────────► hidden states
+        hidden states [D] ───────────────────────────────────┘            └─► norm, if ─► normed
 
 A product whose weights are few has few tiles, so that its depth is divided among thread blocks, which leave a part
-each. XLA has a kernel add them up and another one make the norm; here all parts of a row are asked for at once.
+each. XLA has a kernel add them up and another one make each norm; here all parts of a row are asked for at once.
 """
 
 import math
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -43,38 +42,51 @@ def why_not(width: int, dtype: Any, device: Any) -> str | None:
     return None
 
 
+class Factors(NamedTuple):
+    """What the norms around a sum multiply by, [D] each, as it is stored; None where there is no norm."""
+
+    update: Float[Array, " D"] | None  # of what is added to the hidden states
+    total: Float[Array, " D"] | None  # of the hidden states then
+
+
 # A step calls it in every layer: a jitted function is lowered once for all.
 @partial(jax.jit, static_argnames="norm")
 @jax.enable_x64(False)  # the kernel counts in int32
 def add_and_norm(
-    x: Float[Array, "rows D"], parts: Float[Array, "S rows D"], factors: Float[Array, " D"], norm: Norm
+    x: Float[Array, "rows D"], parts: Float[Array, "S rows D"], factors: Factors, norm: Norm
 ) -> tuple[Float[Array, "rows D"], Float[Array, "rows D"]]:
-    """Return x plus the sum of the parts, and the norm of that.
+    """Return x plus the sum of the parts, and the norm of that; where there is none, the same twice.
 
     Args:
       x: bfloat16 or float16.
       parts: float32.
-      factors: of the norm, as they are stored.
-      norm: how it computes.
+      factors: of the norms of the parts' sum, and of the result.
+      norm: how both compute.
     """
     given = x, parts, factors
     kernel = kernel_on_references(
         "add_norm",
         partial(_add_and_norm, norm=norm),
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)] * 2,
+        out_type=out_types(x, factors),
         scratch_types=[],
         mesh=plgpu.Mesh(grid=(x.shape[0],), grid_names=("row",)),
     )
-    total, normed = kernel(*map(unvaried, given))
-    return vary_like(total, given), vary_like(normed, given)
+    total, *normed = kernel(*jax.tree.map(unvaried, given))
+    return vary_like(total, given), vary_like(normed[0] if normed else total, given)
 
 
-def _add_and_norm(x: Any, parts: Any, factors: Any, total: Any, normed: Any, norm: Norm) -> None:
+def out_types(x: Any, factors: Factors) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of the hidden states, and of their norm if there is one."""
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)] * (1 if factors.total is None else 2)
+
+
+def _add_and_norm(x: Any, parts: Any, factors: Factors, *outs: Any, norm: Norm) -> None:
     """Do the row of one thread block."""
     row, width = lax.axis_index("row"), x.shape[1]
     spread = plgpu.Layout.WG_STRIDED((width,), math.gcd(width // _THREADS, 4))
-    added = sum_of([x.at[row], *(parts.at[i, row] for i in range(parts.shape[0]))], spread)
-    store_norm(added, norm.factors(load(factors, spread)), norm, total.at[row], normed.at[row])
+    update = sum_of([parts.at[i, row] for i in range(parts.shape[0])], spread)
+    before, loaded = load(x.at[row], spread), load_factors(factors, norm, spread)
+    store_sum(update, before, loaded, norm, [out.at[row] for out in outs])
 
 
 def sum_of(refs: list[Any], spread: Any) -> jax.Array:
@@ -82,10 +94,21 @@ def sum_of(refs: list[Any], spread: Any) -> jax.Array:
     return reduce(jnp.add, (each.astype(jnp.float32) for each in [load(ref, spread) for ref in refs]))
 
 
-def store_norm(added: jax.Array, factors: jax.Array, norm: Norm, total: Any, normed: Any) -> None:
-    """Round a row [D], store it, and store its norm."""
-    rounded = added.astype(total.dtype)
-    store(total, rounded)
-    exact = rounded.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.sum(exact * exact) / added.shape[0] + norm.epsilon)
-    store(normed, (exact * scale * factors).astype(normed.dtype))
+def load_factors(factors: Factors, norm: Norm, spread: Any) -> Factors:
+    """Load what the norms multiply by; [D] in registers, float32."""
+    return jax.tree.map(lambda stored: norm.factors(load(stored, spread)), factors)
+
+
+def store_sum(update: jax.Array, before: jax.Array, factors: Factors, norm: Norm, outs: list[Any]) -> None:
+    """Add a row [D] in float32 to the hidden states before, and store them, rounded, and their norm."""
+    if factors.update is not None:
+        update = _normed(update, factors.update, norm)
+    rounded = (before.astype(jnp.float32) + update).astype(before.dtype)
+    store(outs[0], rounded)
+    if factors.total is not None:
+        store(outs[1], _normed(rounded.astype(jnp.float32), factors.total, norm).astype(before.dtype))
+
+
+def _normed(row: jax.Array, factors: jax.Array, norm: Norm) -> jax.Array:
+    """Return the root mean square norm of a row [D], float32."""
+    return row * lax.rsqrt(jnp.sum(row * row) / row.shape[0] + norm.epsilon) * factors

@@ -16,6 +16,7 @@ from head_calls import check_heads, random_call, sizes_of
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from merge_calls import Rows, partials_of
+from norm_calls import PLACEMENTS, check, factors_of
 
 from codec_jax.nnx import mailboxes
 from codec_jax.nnx.mailboxes import Mailbox
@@ -175,7 +176,11 @@ def test_an_exchange_is_one_kernel_that_keeps_its_memory_where_it_is(dtype: Any)
     if dtype != jnp.float32:
         states, share = ((8, 3, *shape) for shape in ((16, 1, 2560), (4, 16, 1, 2560)))
         given = jax.ShapeDtypeStruct(states, dtype), jax.ShapeDtypeStruct(share, jnp.float32)
-        traced.append(norms_on(mesh, Norm(1e-6, False)).trace((*given, jax.ShapeDtypeStruct((8, 3, 2560), dtype))))
+        factors = jax.ShapeDtypeStruct((8, 3, 2560), dtype)
+        traced += [
+            norms_on(mesh, Norm(1e-6, False)).trace((*given, factors_of(placement, factors, factors)))
+            for placement in PLACEMENTS
+        ]
     for exchange in traced:
         text = exchange.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # one makes the mailbox
@@ -276,30 +281,30 @@ class TestOnSeveralGPUs:
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
     @pytest.mark.parametrize("norm", [Norm(1e-6, False), Norm(1e-3, True)], ids=str)
+    @pytest.mark.parametrize("placement", PLACEMENTS)
     @pytest.mark.parametrize(
         ("shape", "parts"), [((16, 1, 2560), 8), ((3, 1, 256), 1), ((64, 1, 5120), 4), ((5, 4, 1024), 2)], ids=str
     )
-    def test_norms_of_sums_equal_float64(self, shape: tuple[int, ...], parts: int, norm: Norm, dtype: Any) -> None:
+    def test_norms_of_sums_equal_float64(
+        self, shape: tuple[int, ...], parts: int, placement: str, norm: Norm, dtype: Any
+    ) -> None:
         devices, rng = len(jax.devices()), np.random.default_rng(0)
         x = np.broadcast_to(rng.normal(size=(CALLS, *shape)), (devices, CALLS, *shape))
         share = rng.normal(size=(devices, CALLS, parts, *shape)).astype(np.float32)
         share[:, 2] = -0.0  # whole words
         share[:, 3:5] = 0.0
         share[:, 3, 0, ..., 1::2] = -1e-8 if dtype == jnp.float16 else -1e-42  # which is rounded to -0.0
-        factors = np.broadcast_to(rng.uniform(0.5, 1.5, (CALLS, shape[-1])), (devices, CALLS, shape[-1]))
-        x, factors = (np.asarray(jnp.asarray(each, dtype)) for each in (x, factors))
-        run = norms_on(mesh_of(1, devices), norm)
-        total, normed = (np.asarray(each, np.float64) for each in run((x, share, factors)))
-        eps, exact_x = float(jnp.finfo(dtype).eps), np.asarray(x[0], np.float64)
-        of_devices = share.astype(np.float64).sum(2)
-        size = np.abs(exact_x) + np.abs(of_devices).sum(0)
-        least = (devices + 1) / 2 * float(jnp.finfo(dtype).smallest_subnormal)  # half of it in each rounding
-        assert (np.abs(total[0] - exact_x - of_devices.sum(0)) <= eps * size + least).all()
-        scale = 1 / np.sqrt((total[0] ** 2).mean(-1, keepdims=True) + norm.epsilon)
-        learned = np.asarray(factors[0], np.float64).reshape(CALLS, *(1,) * (len(shape) - 1), -1) + norm.plus_one
-        np.testing.assert_allclose(normed[0], total[0] * scale * learned, rtol=1.1 * eps, atol=1e-5)
-        for each_of in (total, normed):
-            assert all((of_device == each_of[0]).all() for of_device in each_of)  # to the last bit
+        of_norms = (
+            np.broadcast_to(each, (devices, *each.shape)) for each in rng.uniform(0.5, 1.5, (2, CALLS, shape[-1]))
+        )
+        factors = factors_of(placement, *of_norms)
+        x, factors = jax.tree.map(lambda each: np.asarray(jnp.asarray(each, dtype)), (x, factors))
+        made = norms_on(mesh_of(1, devices), norm)((x, share, factors))
+        by_part = np.moveaxis(share, 2, 0)
+        each_row = jax.tree.map(lambda each: each[0].reshape(CALLS, *(1,) * (len(shape) - 1), -1), factors)
+        check([of_devices[0] for of_devices in made], x[0], by_part, each_row, norm, sent=True)
+        for of_devices in made:
+            assert all((of_device == of_devices[0]).all() for of_device in of_devices)  # to the last bit
 
     def test_what_is_not_finite_stays_so(self) -> None:
         devices = len(jax.devices())

@@ -6,6 +6,7 @@ Where there are no GPUs collectives take the place of the kernels, which have te
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from cases import CONTEXT, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh
+from norm_calls import add_and_norm, with_random_norms
 from test_head_split import split_heads
 
 from codec_jax.attention import backends
@@ -60,10 +62,8 @@ class Collectives(Mailbox):
         assert self.is_by_rows
         axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
         share = parts.sum(0).astype(x.dtype).reshape(self.like[0])
-        total = x + self.count("sums with norms", lambda share: lax.psum(share, axes), share).reshape(x.shape)
-        exact = total.astype(jnp.float32)
-        scale = lax.rsqrt((exact * exact).mean(-1, keepdims=True) + norm.epsilon)
-        return total, (exact * scale * norm.factors(factors)[None]).astype(x.dtype)
+        update = self.count("sums with norms", lambda share: lax.psum(share, axes), share)
+        return add_and_norm(x, update.reshape(x.shape), factors, norm)
 
     def collect(self, x: Any, parts: Sequence[int]) -> Any:
         def joined(x: Any) -> Any:
@@ -107,14 +107,14 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def check_two_tokens(sampler: Sampler, counts: Counter[str]) -> None:
+def check_two_tokens(sampler: Sampler, counts: Counter[str], whole: Dense = WHOLE) -> None:
     """Decode twice, and count the exchanges of that."""
     state, texts = sampler.start(PROMPTS), numbered(PROMPTS)
     counts.clear()
     state, generated = sampler.decode(state, 2, temperature=0.0)
     for request, tokens in enumerate(generated.tokens):
         texts[request] += tokens
-    assert_logits_follow(state, texts, WHOLE)
+    assert_logits_follow(state, texts, whole)
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
@@ -135,6 +135,20 @@ def test_layers_exchange_through_mailboxes(
     merges = layers if context > 1 else 0
     sums = {"sums with norms" if by_rows else "sums": 2 * layers}
     assert counts == Counter(merges=merges, gathers=merges if gathers else 0) + Counter(sums)
+
+
+@pytest.mark.parametrize("placement", ["both", "after"])
+def test_norms_on_the_way_out_of_a_layer_come_between_the_sum_and_the_hidden_states(
+    placement: Any, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailboxes, "of_rows", of_arrays)
+    whole = Dense(
+        with_random_norms(Decoder(replace(CONFIG, norm_placement=placement, norm_plus_one=True), nnx.Rngs(1)))
+    )
+    placed = PlacedDecoder.of(whole.model, mesh_of(1, 2))
+    sampler = Sampler(placed, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=2)
+    check_two_tokens(sampler, counts, whole)
+    assert counts == Counter({"sums with norms": 2 * CONFIG.num_layers})
 
 
 @pytest.mark.parametrize(("tensor", "parts_of_each"), [(1, 1), (1, 2), (2, 2)])

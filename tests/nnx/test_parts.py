@@ -14,13 +14,14 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from norm_calls import add_and_norm, with_random_norms
 
 from codec_jax import Forest, PagePool, make_plan
 from codec_jax.nnx import Decoder, DecoderConfig, head_split, parts
 from codec_jax.nnx.decoder_config import Mixture
 from codec_jax.nnx.parallel import ALONE, Parallel
 from pallas_kernels.hopper import add_norm, head_rows
-from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places
+from pallas_kernels.hopper.head_rows import HeadSizes, Places
 
 CONFIG = DecoderConfig(
     64, 128, 64, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=64, dtype=jnp.float32, param_dtype=jnp.float32,
@@ -63,14 +64,6 @@ def test_a_product_of_another_kind_is_left_alone(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_allclose(left.parts.sum(axis=0), plain(x), atol=1e-5)
 
 
-def add_and_norm(x: Any, of_sum: Any, factors: Any, norm: Norm) -> Any:
-    """What the kernel does."""
-    x = (x.astype(jnp.float32) + of_sum.sum(0)).astype(x.dtype)
-    exact = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt((exact * exact).mean(-1, keepdims=True) + norm.epsilon)
-    return x, (exact * scale * norm.factors(factors)[None]).astype(x.dtype)
-
-
 def split_heads(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> Any:
     """What the kernel does to the columns; norm, rotation and pages are in other tests."""
     heads = columns.sum(0).reshape(columns.shape[1], sizes.num_heads, sizes.head_dim)
@@ -83,6 +76,8 @@ def split_heads(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> 
         ({}, 4, 2),  # after attention and MLP of two layers
         ({"qkv_bias": True, "qk_norm": False}, 4, 0),
         ({"out_bias": True}, 2, 2),
+        ({"norm_placement": "both", "norm_plus_one": True}, 4, 2),
+        ({"norm_placement": "after"}, 4, 2),
         ({"mixture": Mixture(num_experts=4, experts_per_token=2, expert_size=32)}, 2, 2),
     ],
     ids=str,
@@ -96,7 +91,7 @@ def test_a_decoder_gives_the_same_in_parts(
         calls["sums"] += 1
         assert of_sum.shape[0] == 2
         assert of_sum.dtype == jnp.float32
-        return add_and_norm(x, of_sum, *rest)
+        return add_and_norm(x, of_sum.sum(0), *rest)
 
     def counted_columns(given: Any, *rest: Any) -> Any:
         calls["columns"] += len(given) == 2
@@ -107,7 +102,7 @@ def test_a_decoder_gives_the_same_in_parts(
     monkeypatch.setattr(head_split, "serves", lambda *_: True)
     monkeypatch.setattr(parts, "number_of_parts", lambda *_: 2)
     config = replace(CONFIG, **changes)
-    model = Decoder(config, nnx.Rngs(0))
+    model = with_random_norms(Decoder(config, nnx.Rngs(0)))
     forest = Forest.from_nodes([-1] + [0] * 5, [30, *range(1, 6)], list(range(1, 6)))
     forest, _ = forest.reserve(PagePool.create(16, forest.used_pages), 1)
     plan = make_plan(forest, num_q_heads=2, num_kv_heads=1, head_dim=64)
@@ -125,14 +120,13 @@ def test_a_decoder_gives_the_same_in_parts(
     assert calls == {"sums": sums, "columns": columns}
 
 
-def test_it_serves_one_hopper_gpu_and_norms_before_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_serves_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, dtype=jnp.bfloat16)
     assert not parts.serves(config, ALONE)
     monkeypatch.setattr(parts.jax, "devices", lambda: [HOPPER_GPU])
     assert parts.serves(config, ALONE)
     assert not parts.serves(config, Parallel(tensor=2))
     assert not parts.serves(CONFIG, ALONE)
-    assert not parts.serves(replace(config, norm_placement="both"), ALONE)
     mesh = jax.sharding.AbstractMesh((2,), ("data",))
     with jax.sharding.use_abstract_mesh(mesh):  # of arrays that XLA divides among devices
         assert not parts.serves(config, ALONE)
