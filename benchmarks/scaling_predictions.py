@@ -70,8 +70,8 @@ FITTED_TOGETHER = (
     "scaling_70b_64_h200",
     "scaling_70b_64_two_h200",
 )
-#: Rows of one and two GPUs, with exchanges by kernels, that the fit did not see: of another model, of 64 requests over
-#: another length, and with as many layers as fit.
+#: Rows of one and several GPUs, with exchanges by kernels, that the fit did not see: of another model, of 64 requests
+#: over another length, with as many layers as fit; and on four GPUs since POR merges across devices.
 MEASURED_AFTERWARDS = (
     "scaling_4b_h200",
     "scaling_4b_120k_h200",
@@ -79,6 +79,17 @@ MEASURED_AFTERWARDS = (
     "scaling_32b_64_deep_two_h200",
     "scaling_70b_32k_64_two_h200",
     "scaling_70b_64_deep_two_h200",
+    "scaling_32b_32k_16_four_h200",
+    "scaling_32b_32k_64_four_h200",
+    "scaling_32b_32k_256_four_h200",
+    "scaling_32b_16_four_h200",
+    "scaling_32b_64_four_h200",
+    "scaling_32b_256_four_h200",
+    "scaling_70b_32k_16_four_h200",
+    "scaling_70b_32k_64_four_h200",
+    "scaling_70b_32k_256_four_h200",
+    "scaling_70b_16_four_h200",
+    "scaling_70b_64_four_h200",
 )
 
 
@@ -132,6 +143,7 @@ def on_a_host(row: dict, machine: Machine, costs: Costs) -> dict:
         "name": f"{row['model']}{layers}, {row['name']}",
         "variant": "several GPUs" if row["gpus"] > 1 else "one GPU",
         "model": row["model"],
+        "gpus": row["gpus"],
         "wall_us": row["wall_us"],
         "predicted_us": math.fsum(parts.values()),
         "parts_us": {part: round(us, 1) for part, us in parts.items()},
