@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchanges import (
+    AXES,
+    FIRST,
+    each,
+    every_mesh_here,
+    gathers_on,
+    heads_on,
+    members,
+    merges_on,
+    mesh_of,
+    norms_on,
+    share_of,
+    sums_on,
+)
 from head_calls import check_heads, random_call, sizes_of
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
 from merge_calls import Rows, partials_of
 from norm_calls import PLACEMENTS, check, factors_of
 
@@ -22,12 +33,10 @@ from codec_jax.nnx import mailboxes
 from codec_jax.nnx.mailboxes import Mailbox
 from pallas_kernels.between_devices.sizes import of_arrays, of_heads, of_merges
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
-from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places
+from pallas_kernels.hopper.head_rows import Norm, Places
 
-AXES = ("context", "tensor")
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 CALLS = 11
-FIRST = np.int32(0)  # what a mailbox is made of
 needs_jax_0_11 = pytest.mark.skipif(not REACHES_OTHER_DEVICES, reason="a kernel of JAX 0.10 waits for others first")
 
 
@@ -40,7 +49,7 @@ from jaxlib.mlir.dialects import arith
 from pallas_kernels.between_devices import mailbox, numbers
 
 sys.path += sys.argv[1:]
-from test_between_devices import mesh_of, sums_on
+from exchanges import mesh_of, sums_on
 
 send = mailbox.Box._send
 def send_from_the_first(box, own, *arguments):
@@ -56,111 +65,6 @@ except jax.errors.JaxRuntimeError as error:
 sys.stdout.flush()
 os._exit(0)  # nothing can be freed on such a GPU
 """
-
-
-def mesh_of(context: int, tensor: int, axes: tuple[str, str] = AXES, devices: Any = None) -> Mesh:
-    shape = (context, tensor) if axes == AXES else (tensor, context)
-    devices = (jax.devices() if devices is None else devices)[: context * tensor]
-    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
-
-
-def every_mesh_here() -> list[Mesh]:
-    """Of all GPUs, those with a context axis, in both orders; the last has no other."""
-    count = len(jax.devices())
-    shapes = [(context, count // context) for context in range(2, count + 1) if count % context == 0]
-    return [mesh_of(*shape, axes) for shape in shapes for axes in (AXES, AXES[::-1])]
-
-
-def each(mesh: Mesh, mailbox_of: Callable[[Any], Any], exchange: Callable[[Mailbox, Any], Any]) -> Any:
-    """A jitted function of arrays [S, calls, ...], each device's: what each call gave, one call after another."""
-
-    def local(parts: Any) -> Any:
-        parts = jax.tree.map(lambda x: x[0], parts)
-        mailbox = mailbox_of(jax.tree.map(lambda x: x[0], parts))
-        assert mailbox is not None
-        met = lax.psum(mailbox.opened, mesh.axis_names)  # nobody sends before
-
-        def step(_: Any, part: Any) -> Any:
-            return None, exchange(mailbox, jax.tree.map(lambda x: x + met.astype(x.dtype), part))
-
-        return jax.tree.map(lambda x: x[None], lax.scan(step, None, parts)[1])
-
-    divided = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=divided, out_specs=divided))
-
-
-def sums_on(mesh: Mesh) -> Any:
-    return each(mesh, lambda x: Mailbox.for_arrays(FIRST, x, mesh.size), lambda mailbox, x: mailbox.add_up(x))
-
-
-def norms_on(mesh: Mesh, norm: Norm) -> Any:
-    """Of hidden states, parts of each device's share, and factors."""
-
-    def of(part: Any) -> Mailbox | None:
-        return Mailbox.for_rows(FIRST, part[0], mesh.size)
-
-    def run(mailbox: Mailbox, part: Any) -> Any:
-        x, share, factors = part
-        rows = x.reshape(-1, x.shape[-1]), share.reshape(len(share), -1, x.shape[-1])
-        return tuple(made.reshape(x.shape) for made in mailbox.add_up_and_norm(*rows, factors, norm))
-
-    return each(mesh, of, run)
-
-
-def group_of(mesh: Mesh) -> tuple[int, int]:
-    """The devices along context, and the way from one to the next."""
-    return mesh.shape["context"], 1 if mesh.axis_names[1] == "context" else mesh.shape["tensor"]
-
-
-def members(mesh: Mesh) -> np.ndarray:
-    """The numbers of the devices of each group, one group after another."""
-    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
-    return numbers.T if mesh.axis_names == AXES else numbers
-
-
-def gathers_on(mesh: Mesh, parts: tuple[int, ...]) -> Any:
-    of = partial(Mailbox.for_columns, FIRST, parts=parts)
-    return each(mesh, lambda x: of(x, devices=group_of(mesh)[0], stride=group_of(mesh)[1]), partial(collect, parts))
-
-
-def collect(parts: tuple[int, ...], mailbox: Mailbox, x: Any) -> Any:
-    return mailbox.collect(x, parts)
-
-
-def heads_on(mesh: Mesh, heads: HeadSizes) -> Any:
-    """Of columns, scales and places of each device; heads are those of all devices of a group."""
-    devices, stride = group_of(mesh)
-
-    def of(part: Any) -> Mailbox | None:
-        columns, _, places = part
-        own = columns.shape[1], 1, heads.share(devices).num_heads, heads.head_dim
-        return Mailbox.for_heads(FIRST, jax.ShapeDtypeStruct(own, places.key_pages.dtype), devices, stride)
-
-    return each(mesh, of, lambda mailbox, part: mailbox.split_heads(*part, heads))
-
-
-def share_of(columns: Any, heads: HeadSizes, devices: int, device: int) -> np.ndarray:
-    """The columns of the heads that a device of a group computes: of queries, keys and values its share of each."""
-    by_head = np.asarray(columns).reshape(*columns.shape[:2], heads.num_heads, heads.head_dim)
-    of_parts = np.split(by_head, np.cumsum([heads.num_q_heads, heads.num_kv_heads]).tolist(), axis=2)
-    own = [np.split(part, devices, axis=2)[device] for part in of_parts]
-    return np.concatenate(own, axis=2).reshape(*columns.shape[:2], -1)
-
-
-def merges_on(mesh: Mesh, num_kv_heads: int, used: int | None = None) -> Any:
-    """POR of rows, of which each device has one partial a tile and kv head; so many requests are not free."""
-    devices, stride = group_of(mesh)
-
-    def of(rows: Rows) -> Mailbox | None:
-        return Mailbox.for_merges(FIRST, rows.out, num_kv_heads, devices, stride)
-
-    def run(mailbox: Mailbox, rows: Rows) -> Any:
-        from pallas_kernels.between_devices.por import por
-
-        partials, call = partials_of(rows, num_kv_heads, used)
-        return mailbox._run(lambda memory, sizes: por(partials, call, memory, sizes))
-
-    return each(mesh, of, run)
 
 
 @needs_jax_0_11
@@ -470,7 +374,7 @@ class TestOnSeveralGPUs:
 
     def test_who_waits_for_a_device_that_sends_nothing_ends_with_an_error(self) -> None:
         """It ends all that its process has on the GPU, so a process of its own does it."""
-        command = [sys.executable, "-c", LOST, str(Path(__file__).parent), str(Path(__file__).parents[1])]
+        command = [sys.executable, "-c", LOST, str(Path(__file__).parents[1])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.startswith("error:")
