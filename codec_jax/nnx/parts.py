@@ -129,12 +129,10 @@ def add_and_norm(
     """
     if update is None:
         return x, _normed(x, norm)
-    value, sums = update.value, parallel.sums
-    if sums is None or not sums.is_by_rows:
-        if not isinstance(value, Parts):
-            x = x + _normed(parallel.reduce(value), update.norm)
-            return x, _normed(x, norm)
-        sums = None
+    value, sums = update.value, parallel.sums if parallel.sums is not None and parallel.sums.is_by_rows else None
+    if sums is None and not isinstance(value, Parts):
+        x = x + _normed(parallel.reduce(value), update.norm)
+        return x, _normed(x, norm)
     parts, width = value.parts if isinstance(value, Parts) else value[None], x.shape[-1]
     norms = [update.norm, norm]
     factors = Factors(*(None if each is None else each.scale[...] for each in norms))

@@ -25,8 +25,7 @@ from jaxlib.mlir.dialects import arith
 from pallas_kernels.between_devices.mailbox import Box, Memory, call
 from pallas_kernels.between_devices.numbers import Numbers
 from pallas_kernels.between_devices.sizes import Sizes
-from pallas_kernels.compat import load
-from pallas_kernels.hopper.add_norm import Factors, load_factors, out_types, store_sum, sum_of
+from pallas_kernels.hopper.add_norm import Factors, do_row, out_types
 from pallas_kernels.hopper.head_rows import Norm
 
 
@@ -51,14 +50,14 @@ def add_up_and_norm(
     def body(*refs: Any) -> None:
         x, parts, factors = jax.tree.unflatten(structure, refs[: len(given)])
         slots, counts, *outs = refs[len(given) :]
-        row = lax.axis_index("blocks")
-        share = sum_of([parts.at[i, row] for i in range(parts.shape[0])], spread)
-        before, loaded = load(x.at[row], spread), load_factors(factors, norm, spread)
-        update = _sum_over_devices(share, slots, counts, x.dtype, sizes)
-        store_sum(update, before, loaded, norm, [out.at[row] for out in outs])
 
-    mailbox, (total, *normed) = call("add_up_and_norm", body, mailbox, given, out_types(x, factors), sizes)
-    return mailbox, (total, normed[0] if normed else total)
+        def over_devices(share: jax.Array) -> jax.Array:
+            return _sum_over_devices(share, slots, counts, x.dtype, sizes)
+
+        do_row(lax.axis_index("blocks"), x, parts, factors, tuple(outs), norm, spread, over_devices)
+
+    mailbox, results = call("add_up_and_norm", body, mailbox, given, out_types(x, factors), sizes)
+    return mailbox, (results[0], results[-1])
 
 
 def _sum_over_devices(share: jax.Array, slots: Any, counts: Any, dtype: Any, sizes: Sizes) -> jax.Array:

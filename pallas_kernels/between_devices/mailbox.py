@@ -191,7 +191,7 @@ class Box:
 
         Yields the same two of each device; of a chunk that another device gets, anything.
         """
-        count, *slots = (self._load_count(), *self._slots_of_others(context)) if begun is None else _unpacked(begun)
+        count, *slots = _unpacked(self.begin(context) if begun is None else begun)
         own, turn = self.own(context), arith.remui(count, word(_TURNS))
         self._send(own, turn, slots, words, shared, recipients)
         self._clear(count)
@@ -204,11 +204,8 @@ class Box:
 
         These are the count, and two of each device.
         """
-        count, slots = self._load_count(), self._slots_of_others(context)
-        return [count, *(half for each in slots for half in _halves(each))]
-
-    def _load_count(self) -> Any:
-        return llvm.load(word_type(), at_index(global_memory(self._counts), [self._block], word_type()))
+        count = llvm.load(word_type(), at_index(global_memory(self._counts), [self._block], word_type()))
+        return [count, *(half for each in self._slots_of_others(context) for half in _halves(each))]
 
     def _clear(self, count: Any) -> None:
         """Make the slots of the turn before EMPTY, and count this call."""

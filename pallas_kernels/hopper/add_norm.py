@@ -11,6 +11,7 @@ each. XLA has a kernel add them up and another one make each norm; here all part
 """
 
 import math
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -71,8 +72,8 @@ def add_and_norm(
         scratch_types=[],
         mesh=plgpu.Mesh(grid=(x.shape[0],), grid_names=("row",)),
     )
-    total, *normed = kernel(*jax.tree.map(unvaried, given))
-    return vary_like(total, given), vary_like(normed[0] if normed else total, given)
+    results = kernel(*jax.tree.map(unvaried, given))
+    return vary_like(results[0], given), vary_like(results[-1], given)
 
 
 def out_types(x: Any, factors: Factors) -> list[jax.ShapeDtypeStruct]:
@@ -82,31 +83,41 @@ def out_types(x: Any, factors: Factors) -> list[jax.ShapeDtypeStruct]:
 
 def _add_and_norm(x: Any, parts: Any, factors: Factors, *outs: Any, norm: Norm) -> None:
     """Do the row of one thread block."""
-    row, width = lax.axis_index("row"), x.shape[1]
-    spread = plgpu.Layout.WG_STRIDED((width,), math.gcd(width // _THREADS, 4))
-    update = sum_of([parts.at[i, row] for i in range(parts.shape[0])], spread)
-    before, loaded = load(x.at[row], spread), load_factors(factors, norm, spread)
-    store_sum(update, before, loaded, norm, [out.at[row] for out in outs])
+    spread = plgpu.Layout.WG_STRIDED((x.shape[1],), math.gcd(x.shape[1] // _THREADS, 4))
+    do_row(lax.axis_index("row"), x, parts, factors, outs, norm, spread)
 
 
-def sum_of(refs: list[Any], spread: Any) -> jax.Array:
-    """Load rows, all of them at once, and add them up; [D] in registers, float32."""
-    return reduce(jnp.add, (each.astype(jnp.float32) for each in [load(ref, spread) for ref in refs]))
+def do_row(
+    row: jax.Array,
+    x: Any,
+    parts: Any,
+    factors: Factors,
+    outs: tuple[Any, ...],
+    norm: Norm,
+    spread: Any,
+    over_devices: Callable[[jax.Array], jax.Array] | None = None,
+) -> None:
+    """Add up the parts of a row [D], and add that to the hidden states, with the norms that there are.
 
-
-def load_factors(factors: Factors, norm: Norm, spread: Any) -> Factors:
-    """Load what the norms multiply by; [D] in registers, float32."""
-    return jax.tree.map(lambda stored: norm.factors(load(stored, spread)), factors)
-
-
-def store_sum(update: jax.Array, before: jax.Array, factors: Factors, norm: Norm, outs: list[Any]) -> None:
-    """Add a row [D] in float32 to the hidden states before, and store them, rounded, and their norm."""
-    if factors.update is not None:
-        update = _normed(update, factors.update, norm)
-    rounded = (before.astype(jnp.float32) + update).astype(before.dtype)
-    store(outs[0], rounded)
-    if factors.total is not None:
-        store(outs[1], _normed(rounded.astype(jnp.float32), factors.total, norm).astype(before.dtype))
+    Args:
+      row: its number.
+      x, parts, factors, outs: references, to all rows.
+      norm: how both norms compute.
+      spread: the layout of a row in registers.
+      over_devices: adds up the sums that several devices have; None for one device.
+    """
+    loaded = [load(parts.at[i, row], spread) for i in range(parts.shape[0])]  # all of them at once
+    update = reduce(jnp.add, (part.astype(jnp.float32) for part in loaded))
+    before = load(x.at[row], spread)
+    of_update, of_total = (None if each is None else norm.factors(load(each, spread)) for each in factors)
+    if over_devices is not None:
+        update = over_devices(update)
+    if of_update is not None:
+        update = _normed(update, of_update, norm)
+    total = (before.astype(jnp.float32) + update).astype(before.dtype)
+    store(outs[0].at[row], total)
+    if of_total is not None:
+        store(outs[1].at[row], _normed(total.astype(jnp.float32), of_total, norm).astype(total.dtype))
 
 
 def _normed(row: jax.Array, factors: jax.Array, norm: Norm) -> jax.Array:
