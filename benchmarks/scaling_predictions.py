@@ -70,8 +70,8 @@ FITTED_TOGETHER = (
     "scaling_70b_64_h200",
     "scaling_70b_64_two_h200",
 )
-#: Rows of one and several GPUs, with exchanges by kernels, that the fit did not see: of another model, of 64 requests
-#: over another length, with as many layers as fit; and on four GPUs since POR merges across devices.
+#: Rows of one and two GPUs, with exchanges by kernels, that the fit did not see: of another model, of 64 requests over
+#: another length, and with as many layers as fit.
 MEASURED_AFTERWARDS = (
     "scaling_4b_h200",
     "scaling_4b_120k_h200",
@@ -79,6 +79,9 @@ MEASURED_AFTERWARDS = (
     "scaling_32b_64_deep_two_h200",
     "scaling_70b_32k_64_two_h200",
     "scaling_70b_64_deep_two_h200",
+)
+#: Nor these, of one and four GPUs, since POR merges across devices.
+MEASURED_SINCE = (
     "scaling_32b_32k_16_four_h200",
     "scaling_32b_32k_64_four_h200",
     "scaling_32b_32k_256_four_h200",
@@ -116,9 +119,10 @@ def predict_all() -> Iterator[dict]:
     yield from (with_parts(row, machine) | common for row in rows_of(FITTED, "shared"))
     for stem in FITTED_TOGETHER:
         yield from (on_a_host(row, machine, costs_of_an_h200(stem)) | common for row in rows_of(stem, "step"))
-    for stem in MEASURED_AFTERWARDS:
-        rows = (on_a_host(row, machine, costs_of_an_h200()) for row in rows_of(stem, "step"))
-        yield from (row | {"variant": f"{row['variant']}, afterwards"} | common for row in rows)
+    for when, stems in ("afterwards", MEASURED_AFTERWARDS), ("since", MEASURED_SINCE):
+        for stem in stems:
+            rows = (on_a_host(row, machine, costs_of_an_h200()) for row in rows_of(stem, "step"))
+            yield from (row | {"variant": f"{row['variant']}, {when}"} | common for row in rows)
     for model, document, requests in product(MODELS, PREDICTED_DOCUMENTS, PREDICTED_REQUESTS):
         yield from (row | assumed | common for row in predicted(model, SharedDocument(document, requests), machine))
 
@@ -143,7 +147,6 @@ def on_a_host(row: dict, machine: Machine, costs: Costs) -> dict:
         "name": f"{row['model']}{layers}, {row['name']}",
         "variant": "several GPUs" if row["gpus"] > 1 else "one GPU",
         "model": row["model"],
-        "gpus": row["gpus"],
         "wall_us": row["wall_us"],
         "predicted_us": math.fsum(parts.values()),
         "parts_us": {part: round(us, 1) for part, us in parts.items()},

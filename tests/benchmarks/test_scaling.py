@@ -223,22 +223,18 @@ def test_groups_fit_the_memory_and_divide_the_model() -> None:
 
 def test_predictions_agree_with_committed_rows_and_count_groups() -> None:
     rows = list(scaling_predictions.predict_all())
+    kinds = [f"{gpus}{when}" for when in ("", ", afterwards", ", since") for gpus in ("one GPU", "several GPUs")]
     over = {
         variant: [row["predicted_us"] / row["wall_us"] for row in rows if row["variant"] == variant]
-        for variant in ("parts", "one GPU", "several GPUs", "one GPU, afterwards", "several GPUs, afterwards")
+        for variant in ("parts", *kinds)
     }
-    assert [len(each) for each in over.values()] == [6, 27, 79, 19, 49]
+    assert [len(each) for each in over.values()] == [6, 27, 79, 8, 16, 11, 33]
     assert max(abs(each - 1) for each in over["parts"]) < 0.05
     # Of the others none is among what its prediction was fitted to. The longest are of 256 requests.
-    assert max(abs(each - 1) for each in over["one GPU"]) < 0.1
-    assert max(over["several GPUs"]) < 1.2
-    assert min(over["several GPUs"]) > 0.9
-    assert max(over["several GPUs, afterwards"]) < 1.2
-    on_two = [row for row in rows if row["variant"] == "several GPUs, afterwards" and row["gpus"] == 2]
-    assert len(on_two) == 16
-    others = over["one GPU, afterwards"] + [row["predicted_us"] / row["wall_us"] for row in on_two]
-    assert max(abs(each - 1) for each in others) < 0.1
-    assert min(over["several GPUs, afterwards"]) > 0.9
+    assert max(abs(each - 1) for kind in ("one GPU", "one GPU, since") for each in over[kind]) < 0.1
+    assert max(over["several GPUs"] + over["several GPUs, since"]) < 1.2
+    assert min(over["several GPUs"] + over["several GPUs, since"]) > 0.9
+    assert max(abs(each - 1) for kind in over if "afterwards" in kind for each in over[kind]) < 0.1
     for row in rows:
         if row["variant"] == "one group":
             assert row["gpus"] == row["context"] * row["tensor"]
