@@ -32,8 +32,9 @@ def add_up(mailbox: Memory, x: jax.Array, sizes: Sizes) -> tuple[Memory, jax.Arr
     """
 
     def thread(context: Any, box: Box, x: Any, out: Any) -> None:
-        numbers, parts = box.everyone(context, x)
-        numbers.store(reduce(arith.addf, parts), out, box.first)
+        numbers, come = box.everyone(context, x)
+        for first, of_devices in zip(box.firsts, come, strict=True):
+            numbers.store(reduce(arith.addf, of_devices), out, first)
 
     out_type = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=NOWHERE)
     return run("add_up", thread, mailbox, [x], out_type, sizes)

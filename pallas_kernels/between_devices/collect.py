@@ -34,16 +34,17 @@ def collect(mailbox: Memory, x: jax.Array, parts: tuple[int, ...], sizes: Sizes)
 
     def thread(context: Any, box: Box, x: Any, out: Any) -> None:
         numbers, come = box.everyone(context, x)
-        row, column = arith.divui(box.first, word(all_words)), arith.remui(box.first, word(all_words))
-        begin, size = word(0), word(words[0])  # of the part that the words of this thread are in
-        for later, of_part in zip(begins[1:], words[1:], strict=True):
-            is_later = arith.cmpi(arith.CmpIPredicate.uge, column, word(later))
-            begin, size = (arith.select(is_later, word(n), old) for n, old in ((later, begin), (of_part, size)))
-        of_row = arith.addi(arith.muli(begin, word(sizes.devices - 1)), column)
-        place = arith.addi(arith.muli(row, word(sizes.devices * all_words)), of_row)
-        for part in come:
-            numbers.store(part, out, place)
-            place = arith.addi(place, size)
+        for first, of_devices in zip(box.firsts, come, strict=True):
+            row, column = arith.divui(first, word(all_words)), arith.remui(first, word(all_words))
+            begin, size = word(0), word(words[0])  # of the part that the words of this chunk are in
+            for later, of_part in zip(begins[1:], words[1:], strict=True):
+                is_later = arith.cmpi(arith.CmpIPredicate.uge, column, word(later))
+                begin, size = (arith.select(is_later, word(n), old) for n, old in ((later, begin), (of_part, size)))
+            of_row = arith.addi(arith.muli(begin, word(sizes.devices - 1)), column)
+            place = arith.addi(arith.muli(row, word(sizes.devices * all_words)), of_row)
+            for part in of_devices:
+                numbers.store(part, out, place)
+                place = arith.addi(place, size)
 
     shape = *x.shape[:-1], sizes.devices * x.shape[-1]
     out_type = jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=NOWHERE)

@@ -155,22 +155,18 @@ class Box:
         #: The first word of each chunk.
         self.firsts = [arith.muli(chunk, word(sizes.width)) for chunk in self.chunks]
 
-    @property
-    def first(self) -> Any:
-        """The first word of a thread that has one chunk."""
-        [first] = self.firsts
-        return first
-
-    def everyone(self, context: Any, x: Any) -> tuple[Numbers, list[Any]]:
-        """Send the numbers of this thread to every device; return how they are stored, and those of each device.
+    def everyone(self, context: Any, x: Any) -> tuple[Numbers, list[list[Any]]]:
+        """Send the numbers of this thread to every device; return how they are stored, and of each chunk all devices'.
 
         Args:
           context: of the kernel.
           x: reference to an array, of `sizes.words` words.
         """
-        numbers = Numbers(x.type.element_type, self.sizes.width)
-        own = numbers.to_words(numbers.load(x, self.first))
-        return numbers, [numbers.from_words(words) for words, _ in self.exchange(context, own)]
+        numbers, width = Numbers(x.type.element_type, self.sizes.width), self.sizes.width
+        own = [each for first in self.firsts for each in numbers.to_words(numbers.load(x, first))]
+        come = [words for words, _ in self.exchange(context, own)]
+        chunks = [slice(i * width, (i + 1) * width) for i in range(self.sizes.chunks)]
+        return numbers, [[numbers.from_words(words[chunk]) for words in come] for chunk in chunks]
 
     def exchange(
         self,

@@ -19,6 +19,8 @@ SHARED = 2
 _MOST_BYTES = 4 << 20
 #: A thread block waits for the same one of every other device, so all of them have to run at once.
 _MOST_BLOCKS = 1024
+#: The same where one has a row: two of them run on a multiprocessor at once, as threads have up to 255 registers.
+_MOST_ROWS = 2 * 132
 #: The same for heads, times the numbers of one: threads of larger heads have more registers, up to 72 of heads of 128.
 _MOST_OF_HEADS = 896 * 128
 #: Words of a row that fit the registers of a thread.
@@ -64,24 +66,24 @@ def of_arrays(x: Any, devices: int, stride: int = 1) -> Sizes | None:
       devices, stride: as in `Sizes`.
     """
     words = math.prod(x.shape) * x.dtype.itemsize // 4
-    return _checked(x, Sizes(devices, words, math.gcd(words // THREADS, 4), stride=stride))
+    sizes = Sizes(devices, words, math.gcd(words // THREADS, 4), stride=stride)
+    while sizes.blocks > _MOST_BLOCKS and sizes.blocks % 2 == 0:
+        sizes = sizes._replace(chunks=2 * sizes.chunks)
+    return _checked(x, sizes)
 
 
 def of_rows(x: Any, devices: int, stride: int = 1) -> Sizes | None:
     """Return the sizes for sums of arrays like x, [..., D], by rows; None if they are not for the kernel.
 
-    Of more than `of_arrays` takes nothing is known to be faster than XLA's sums.
-
     Args:
       x: anything with a shape and a dtype, bfloat16 or float16.
       devices, stride: as in `Sizes`.
     """
-    sizes, row = of_arrays(x, devices, stride), x.shape[-1] // 2
-    is_whole = x.dtype.itemsize == 2 and x.shape[-1] % (2 * THREADS) == 0 and row <= _MOST_WORDS * THREADS
-    if sizes is None or not is_whole:
+    rows, row = math.prod(x.shape[:-1]), x.shape[-1] // 2
+    if x.dtype.itemsize != 2 or x.shape[-1] % (2 * THREADS) or row > _MOST_WORDS * THREADS or rows > _MOST_ROWS:
         return None
     width = math.gcd(row // THREADS, 4)
-    return _checked(x, sizes._replace(width=width, chunks=row // (THREADS * width)))
+    return _checked(x, Sizes(devices, rows * row, width, chunks=row // (THREADS * width), stride=stride))
 
 
 def of_columns(x: Any, parts: Sequence[int], devices: int, stride: int = 1) -> Sizes | None:

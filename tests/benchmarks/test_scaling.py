@@ -114,7 +114,7 @@ def test_exchanges_of_a_step_by_hand() -> None:
     kinds = ["all_gather", "all_to_all", "psum", "psum", "all_to_all", "psum"]
     assert [each.kind for each in exchanges(large, 4, Parallel(context=4), mailboxes=False)] == kinds
     assert [each.kind for each in exchanges(large, 4, Parallel(context=16))] == kinds
-    assert exchanges(large, 256, Parallel(tensor=2))[0].kind == "psum"
+    assert exchanges(large, 512, Parallel(tensor=2))[0].kind == "psum"
 
 
 def test_an_exchange_takes_its_latency_and_its_bytes_at_the_rate_of_the_slowest_link() -> None:

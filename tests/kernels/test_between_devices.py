@@ -1,8 +1,10 @@
 """Kernels of several GPUs that write to each other's memory: lowered here, and held to float64 on GPUs."""
 
+import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,21 @@ from exchanges import (
     sums_on,
 )
 from head_calls import check_heads, random_call, sizes_of
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import lax
 from merge_calls import Rows, partials_of
 from norm_calls import PLACEMENTS, check, factors_of
 
 from codec_jax.nnx import mailboxes
 from codec_jax.nnx.mailboxes import Mailbox
-from pallas_kernels.between_devices.sizes import of_arrays, of_heads, of_merges
+from pallas_kernels.between_devices.sizes import of_arrays, of_columns, of_heads, of_merges, of_rows
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
 from pallas_kernels.hopper.head_rows import Norm, Places
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 CALLS = 11
+MOST = 0  # rows, see `with_rows`
 needs_jax_0_11 = pytest.mark.skipif(not REACHES_OTHER_DEVICES, reason="a kernel of JAX 0.10 waits for others first")
 
 
@@ -129,13 +134,35 @@ def test_heads_that_are_not_for_the_kernel_have_no_mailbox(
         ((5, 1, 100), jnp.bfloat16, 2),  # 250 words
         ((256, 1, 33), jnp.bfloat16, 2),  # half a word a row
         ((16, 1, 256), jnp.int32, 2),
-        ((512, 1, 2560), jnp.bfloat16, 4),  # 1,280 thread blocks
+        ((1027, 1, 256), jnp.bfloat16, 2),  # 1,027 thread blocks, of which two do not make one
         ((64, 1, 8192), jnp.bfloat16, 16),  # 15 MB to others
     ],
     ids=str,
 )
 def test_sums_that_are_not_for_the_kernel_have_no_mailbox(shape: tuple[int, ...], dtype: Any, devices: int) -> None:
     assert of_arrays(jax.ShapeDtypeStruct(shape, dtype), devices) is None
+
+
+@given(st.integers(1, 1024), st.integers(1, 80), st.sampled_from(DTYPES), st.integers(2, 8))
+def test_a_mailbox_has_all_words_in_so_many_thread_blocks(rows: int, of_128: int, dtype: Any, devices: int) -> None:
+    x = jax.ShapeDtypeStruct((rows, 1, 128 * of_128), dtype)
+    nbytes = math.prod(x.shape) * x.dtype.itemsize
+    for sizes in filter(None, (of_arrays(x, devices), of_rows(x, devices), of_columns(x, [x.shape[2]], devices))):
+        assert 4 * 128 * sizes.width * sizes.chunks * sizes.blocks == nbytes
+        assert 1 <= sizes.blocks <= 1024
+        assert nbytes * (devices - 1) <= 4 << 20
+
+
+def test_thread_blocks_with_rows_all_run_at_once() -> None:
+    """Two on each of 132 multiprocessors; more rows are summed by blocks with fewer registers."""
+    shapes = [jax.ShapeDtypeStruct((rows, 1, 2560), jnp.bfloat16) for rows in (264, 268)]
+    assert [of_rows(x, devices=2) is not None for x in shapes] == [True, False]
+    assert of_arrays(shapes[1], devices=2) is not None
+
+
+@pytest.mark.parametrize("of", [of_arrays, of_rows, partial(of_columns, parts=(4096, 512, 512))])
+def test_two_devices_exchange_256_rows_by_kernels(of: Any) -> None:
+    assert of(jax.ShapeDtypeStruct((256, 1, 5120), jnp.bfloat16), devices=2) is not None
 
 
 @pytest.mark.parametrize(
@@ -165,14 +192,23 @@ def test_why_devices_cannot_write_to_each_other_is_said(monkeypatch: pytest.Monk
     assert "JAX 0.11" in (mailboxes.why_not(mesh_of(1, 2, devices=jax.devices("cpu"))) or "")
 
 
+def with_rows(shape: tuple[int, ...], dtype: Any, devices: int, most: int = 384) -> tuple[int, ...]:
+    """In place of MOST, as many rows of 5,120 numbers as mailboxes take; two devices have several chunks a thread."""
+    rows, *rest = shape
+    return (min(768 // jnp.dtype(dtype).itemsize // (devices - 1), most) if rows == MOST else rows, *rest)
+
+
 @pytest.mark.gpu
 @needs_jax_0_11
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="several GPUs write to each other's memory; here is one")
 class TestOnSeveralGPUs:
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", [(16, 1, 2560), (4, 1, 2880), (3, 1, 256), (64, 1, 5120), (5, 4, 128)], ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(16, 1, 2560), (4, 1, 2880), (3, 1, 256), (64, 1, 5120), (5, 4, 128), (MOST, 1, 5120)], ids=str
+    )
     def test_sums_equal_float64(self, shape: tuple[int, ...], dtype: Any) -> None:
         devices, rng = len(jax.devices()), np.random.default_rng(0)
+        shape = with_rows(shape, dtype, devices)
         parts = rng.normal(size=(devices, CALLS, *shape)) * np.exp2(rng.integers(-8, 8, (devices, CALLS, *shape)))
         parts = np.array(jnp.asarray(parts, dtype))
         parts[rng.random(parts.shape) < 0.1] = -0.0
@@ -187,12 +223,15 @@ class TestOnSeveralGPUs:
     @pytest.mark.parametrize("norm", [Norm(1e-6, False), Norm(1e-3, True)], ids=str)
     @pytest.mark.parametrize("placement", PLACEMENTS)
     @pytest.mark.parametrize(
-        ("shape", "parts"), [((16, 1, 2560), 8), ((3, 1, 256), 1), ((64, 1, 5120), 4), ((5, 4, 1024), 2)], ids=str
+        ("shape", "parts"),
+        [((16, 1, 2560), 8), ((3, 1, 256), 1), ((64, 1, 5120), 4), ((5, 4, 1024), 2), ((MOST, 1, 5120), 1)],
+        ids=str,
     )
     def test_norms_of_sums_equal_float64(
         self, shape: tuple[int, ...], parts: int, placement: str, norm: Norm, dtype: Any
     ) -> None:
         devices, rng = len(jax.devices()), np.random.default_rng(0)
+        shape = with_rows(shape, dtype, devices, most=256)
         x = np.broadcast_to(rng.normal(size=(CALLS, *shape)), (devices, CALLS, *shape))
         share = rng.normal(size=(devices, CALLS, parts, *shape)).astype(np.float32)
         share[:, 2] = -0.0  # whole words
@@ -222,11 +261,17 @@ class TestOnSeveralGPUs:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
         ("shape", "parts"),
-        [((16, 1, 2560), (2048, 256, 256)), ((3, 1, 256), (256,)), ((2, 3, 384), (64, 320))],
+        [
+            ((16, 1, 2560), (2048, 256, 256)),
+            ((3, 1, 256), (256,)),
+            ((2, 3, 384), (64, 320)),
+            ((MOST, 1, 5120), (4096, 512, 512)),
+        ],
         ids=str,
     )
     def test_gathers_bring_what_the_group_has(self, shape: tuple[int, ...], parts: tuple[int, ...], dtype: Any) -> None:
         for mesh in every_mesh_here():
+            shape = with_rows(shape, dtype, mesh.shape["context"])
             columns = np.array(jnp.asarray(np.random.default_rng(0).normal(size=(mesh.size, CALLS, *shape)), dtype))
             columns[:, 2] = -0.0
             gathered = np.asarray(gathers_on(mesh, parts)(columns))
