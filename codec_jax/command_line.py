@@ -1,8 +1,26 @@
-"""What the commands share: numbers of options, with errors that say what was expected."""
+"""What the commands share: options of an engine, and numbers, with errors that say what was expected."""
 
 import argparse
 import math
 from collections.abc import Callable
+
+from codec_jax.nnx.engine import INVARIANT_HELP
+from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES
+from codec_jax.nnx.replicas import PARALLEL_HELP
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how a model is held, by how many devices, and how much it decodes at a time."""
+    count = count_parser()
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help=KV_DTYPE_HELP)
+    parser.add_argument(
+        "--max-requests", type=count, default=128, help="decoded at a time, by each replica (default: 128)"
+    )
+    parser.add_argument("--kv-cache-gib", type=gib_parser(), help=KV_CACHE_HELP)
+    parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
+    for axis, text in PARALLEL_HELP.items():
+        parser.add_argument(f"--{axis}-parallel", type=count, default=1, help=text)
 
 
 def number_parser(kind: type, expected: str, low: float, high: float) -> Callable[[str], float]:

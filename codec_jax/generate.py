@@ -48,7 +48,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from codec_jax import checks
-from codec_jax.command_line import count_parser, gib_parser, number_parser
+from codec_jax.command_line import add_engine_options, count_parser, number_parser
 from codec_jax.interrupts import interrupts
 from codec_jax.nnx import (
     PUBLISHED,
@@ -63,17 +63,8 @@ from codec_jax.nnx import (
     open_checkpoint,
     random_decoder,
 )
-from codec_jax.nnx.engine import INVARIANT_HELP
-from codec_jax.nnx.memory import (
-    KV_CACHE_HELP,
-    KV_DTYPE_HELP,
-    KV_DTYPES,
-    pages_of_windows,
-    pages_that_fit,
-    take_most_of_the_gpu,
-)
-from codec_jax.nnx.parallel import Parallel
-from codec_jax.nnx.replicas import PARALLEL_HELP, device_groups, replicated
+from codec_jax.nnx.memory import KV_DTYPES, pages_of_replicas, take_most_of_the_gpu
+from codec_jax.nnx.replicas import device_groups, replicated
 from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.text import token_ids
 from codec_jax.nnx.weights import parameter_shapes
@@ -189,15 +180,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop-token", type=int, action="append", default=[], help="a token id that does, likewise")
     parser.add_argument("--samples", type=count, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--seed", type=seed, default=0, help="the same seed draws the same tokens (default: 0)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help=KV_DTYPE_HELP)
-    parser.add_argument(
-        "--max-requests", type=count, default=128, help="decoded at a time, by each replica (default: 128)"
-    )
-    parser.add_argument("--kv-cache-gib", type=gib_parser(), help=KV_CACHE_HELP)
-    parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
-    for axis, text in PARALLEL_HELP.items():
-        parser.add_argument(f"--{axis}-parallel", type=count, default=1, help=text)
+    add_engine_options(parser)
     return parser.parse_args(argv)
 
 
@@ -322,13 +305,9 @@ def _num_pages(
     """
     parameters = sum(math.prod(parameter.shape) for parameter in parameter_shapes(model.config).values())
     weights = parameters * jnp.dtype(arguments.dtype).itemsize
+    sizes = {"max_requests": arguments.max_requests, "invariant": arguments.invariant}
     memory = {"gib": arguments.kv_cache_gib, "weights_to_come": weights}
-    if not arguments.invariant:
-        windowed = pages_of_windows(
-            model.config, Parallel.of(groups[0]), PAGE_SIZE, max_requests=arguments.max_requests
-        )
-        memory |= {"max_requests": arguments.max_requests, "windowed_pages": windowed}
-    room = min(pages_that_fit(model.config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
+    room = pages_of_replicas(model.config, groups, PAGE_SIZE, **sizes, **memory)
     alone = [-(-(len(prompt) + arguments.max_new_tokens - 1) // PAGE_SIZE) for prompt in prompts]
     need = [f"line {line}: needs {pages} pages" for line, pages in enumerate(alone, 1) if pages > room]
     if need:

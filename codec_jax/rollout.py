@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.forest import LatentPages, Pages
+from codec_jax.forest import NO_SLOT, LatentPages, Pages
 from codec_jax.mesh import CONTEXT, TENSOR
 from codec_jax.nnx.batch import Scoring
 from codec_jax.nnx.decoder import Decoder
@@ -37,6 +37,7 @@ from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.parts import add_and_norm
 from codec_jax.nnx.replicas import replicated
 from codec_jax.nnx.request import Request
+from codec_jax.nnx.weights import split
 
 try:
     from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -96,7 +97,8 @@ class Policy(Decoder):
         >>> Policy(config, nnx.Rngs(0)).init_cache(2, 100, jnp.float32).pages[0].key.shape
         (2, 100, 2, 16)
         """
-        pages = replace(self.config, dtype=dtype).new_cache(batch_size, cache_size)
+        # Numbers of one byte would need their scales in dense attention, too.
+        pages = replace(self.config, dtype=dtype, kv_dtype=None, kv_scales=None).new_cache(batch_size, cache_size)
         return DenseCache(pages, jnp.zeros((), jnp.int32))
 
     def __call__(  # type: ignore[override]
@@ -119,7 +121,9 @@ class Policy(Decoder):
         batch, count = tokens.shape
         given = self.init_cache(batch, count, self.config.dtype) if cache is None else cache
         row, token = (jnp.arange(size, dtype=jnp.int32) for size in (batch, count))
-        slots = row[:, None] * given.pages[0].key.shape[1] + given.length + token[None]
+        room = given.pages[0].key.shape[1]
+        place = given.length + token[None]
+        slots = jnp.where(place < room, row[:, None] * room + place, NO_SLOT)
 
         def attend(query: Array, pages: Pages, scoring: Scoring) -> Array:
             if isinstance(pages, LatentPages):
@@ -189,7 +193,7 @@ class EngineRollout(BaseRollout):
         if mesh is not None and mesh.size > 1:
             places = [Mesh([[device]], (CONTEXT, TENSOR)) for device in mesh.devices.flat]
         self.engine = replicated([Engine(self._model, mesh=place, **sizes) for place in places])
-        self._weights = _split(self._model)
+        self._weights = split(self._model)
         self._streams = 0  # random streams that requests have had
         self._lock = threading.Lock()
 
@@ -302,7 +306,7 @@ class EngineRollout(BaseRollout):
         with self._lock:
             for variable, value in taken:
                 variable.set_value(value)
-            self._weights = _split(self._model)
+            self._weights = split(self._model)
             self.engine.update_weights(self._model)
 
     def pad_id(self) -> int:
@@ -343,12 +347,6 @@ class EngineRollout(BaseRollout):
             if request.error is not None:
                 raise request.error
         return requests, weights
-
-
-def _split(model: Decoder) -> tuple[Any, Any]:
-    """Return how a model is made, and its weights as they are now, in variables of their own."""
-    graph, weights = nnx.split(model)
-    return graph, jax.tree.map(lambda x: x, weights)
 
 
 def _logprobs_at(

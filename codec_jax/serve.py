@@ -34,20 +34,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from codec_jax.command_line import count_parser, gib_parser, number_parser
+from codec_jax.command_line import add_engine_options, count_parser, number_parser
 from codec_jax.nnx import open_checkpoint
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
-from codec_jax.nnx.engine import INVARIANT_HELP, Engine
-from codec_jax.nnx.memory import (
-    KV_CACHE_HELP,
-    KV_DTYPE_HELP,
-    KV_DTYPES,
-    pages_of_windows,
-    pages_that_fit,
-    take_most_of_the_gpu,
-)
-from codec_jax.nnx.parallel import Parallel
-from codec_jax.nnx.replicas import PARALLEL_HELP, Serving, device_groups, replicated
+from codec_jax.nnx.engine import Engine
+from codec_jax.nnx.memory import KV_DTYPES, pages_of_replicas, take_most_of_the_gpu
+from codec_jax.nnx.replicas import Serving, device_groups, replicated
 from codec_jax.nnx.request import Update
 from codec_jax.serve_api import Answer, Refused, Served, read_call, refusal
 
@@ -146,19 +138,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=port, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=f"that calls must bring (default: {KEY}'s)")
     parser.add_argument("--served-model-name", help="name in calls (default: that of the directory)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help=KV_DTYPE_HELP)
-    parser.add_argument(
-        "--max-requests", type=count, default=128, help="decoded at a time, by each replica (default: 128)"
-    )
     parser.add_argument(
         "--max-context", type=count, help="tokens of prompt and text (default: all that there is room for)"
     )
     parser.add_argument("--prefill-tokens", type=count, default=2048, help="of prompts in a step (default: 2048)")
-    parser.add_argument("--kv-cache-gib", type=gib_parser(), help=KV_CACHE_HELP)
-    parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
-    for axis, text in PARALLEL_HELP.items():
-        parser.add_argument(f"--{axis}-parallel", type=count, default=1, help=text)
+    add_engine_options(parser)
     return parser.parse_args(argv)
 
 
@@ -178,12 +162,8 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     of_cache = KV_DTYPES.get(arguments.kv_dtype, {})
     models = [checkpoint.load(arguments.dtype, mesh=mesh, progress=True, **of_cache) for mesh in groups]
     config = models[0].config
-    sizes = {"max_requests": arguments.max_requests, "prefill_tokens": arguments.prefill_tokens}
-    memory = {"gib": arguments.kv_cache_gib}
-    if not arguments.invariant:
-        windowed = pages_of_windows(config, Parallel.of(groups[0]), PAGE_SIZE, **sizes)
-        memory |= {"max_requests": arguments.max_requests, "windowed_pages": windowed}
-    num_pages = min(pages_that_fit(config, PAGE_SIZE, mesh=mesh, **memory) for mesh in groups)
+    sizes = {name: getattr(arguments, name) for name in ("max_requests", "prefill_tokens", "invariant")}
+    num_pages = pages_of_replicas(config, groups, PAGE_SIZE, gib=arguments.kv_cache_gib, **sizes)
     if (most := num_pages * PAGE_SIZE) < (arguments.max_context or 0):
         raise ValueError(
             f"--max-context: expected at most {most}, the tokens that there is room for, got {arguments.max_context}; "
@@ -199,7 +179,6 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
                 max_context=arguments.max_context or min(checkpoint.max_context, most),
                 room=1.0 if arguments.invariant else ROOM,
                 tokenizer=checkpoint.tokenizer,
-                invariant=arguments.invariant,
             )
             for model in models
         ]

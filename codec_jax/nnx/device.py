@@ -27,7 +27,7 @@ from codec_jax.nnx.kept import reconstruct
 from codec_jax.nnx.loops import runs_to_its_end
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.request import Request, part_of_context
-from codec_jax.nnx.sampling import History, RowOptions, allowed_words
+from codec_jax.nnx.sampling import History, RowOptions, allowed_words, num_words
 from codec_jax.nnx.scheduler import Running, Step
 from codec_jax.nnx.shards import PlacedDecoder, Program, everywhere, new_pages, program
 
@@ -74,6 +74,9 @@ class Device:
         self._page_size, self._reconstructed_pages = page_size, reconstructed_pages
         self._windowed_pages = None if cache.windows is None else cache.windows.capacity
         self._options: tuple[tuple[int | None, ...], RowOptions] | None = None
+        # Megabytes, which are the same for all rows without matchers.
+        no_words = np.zeros((self._rows, num_words(model.config.vocab_size)), np.uint32)
+        self._nothing_allowed = everywhere(model.mesh, no_words)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -205,11 +208,13 @@ class Device:
         key = tuple(None if request is None else request.id for request in requests)
         if self._options is None or self._options[0] != key:
             params = [None if request is None else request.params for request in requests]
-            self._options = key, everywhere(self._model.mesh, RowOptions.of(params, self._config.vocab_size))
+            options = RowOptions.of(params, self._config.vocab_size)._replace(allowed=None)
+            options = everywhere(self._model.mesh, options)._replace(allowed=self._nothing_allowed)
+            self._options = key, options
         options = self._options[1]
         masks = {running.row: running.request.mask for running in step.drawing if running.request.mask is not None}
         if masks:
-            allowed = np.zeros(options.allowed.shape, np.uint32)
+            allowed = np.zeros(self._nothing_allowed.shape, np.uint32)
             for row, mask in masks.items():
                 allowed[row] = allowed_words(mask, self._config.vocab_size)
             options = options._replace(allowed=everywhere(self._model.mesh, allowed))

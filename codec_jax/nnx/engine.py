@@ -109,7 +109,7 @@ class Engine:
           page_size: tokens in a page.
           max_context: tokens of prompt and text together, at most; defaults to what the pool holds.
           prefill_tokens: tokens of prompts that a step computes beside requests that decode, at most, but a chunk at
-            least: 128, or two pages if they have more.
+            least: whole pages of at most 128 tokens, or two pages if these have more.
           steps: tokens that requests draw between two looks of the host, while no prompt is computed.
           room: the share of `max_tokens` for which there must be pages before a request enters. With 1, all that are
             inside can finish. With less, more are inside at a time, and one may have to give way, to be computed
@@ -151,10 +151,11 @@ class Engine:
             max_requests=rows, prefill_tokens=prefill_tokens, steps=steps, given=given,
         )  # fmt: skip
         if num_pages is None:
-            sharing = rows if kept is None else 1
+            sharing, asked = (rows, 0) if kept is None else (1, pages_to_keep(config, parallel, rows, 0, kept))
             num_pages = pages_that_fit(
-                config, page_size, mesh=placed.mesh, max_requests=sharing, windowed_pages=windowed
-            )
+                config, page_size,
+                mesh=placed.mesh, max_requests=sharing, windowed_pages=windowed, reconstructed_pages=asked,
+            )  # fmt: skip
         reconstructed = pages_to_keep(config, parallel, rows, num_pages, kept)
         windows = None
         if 0 < windowed < num_pages:

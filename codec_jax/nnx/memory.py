@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -97,6 +98,37 @@ def pages_of_windows(
     return given
 
 
+def pages_of_replicas(
+    config: DecoderConfig,
+    groups: Sequence[Mesh | None],
+    page_size: int,
+    *,
+    max_requests: int,
+    prefill_tokens: int = PREFILL_TOKENS,
+    invariant: bool = False,
+    gib: float | None = None,
+    weights_to_come: int = 0,
+) -> int:
+    """Return the KV pages that every replica of a model has memory for.
+
+    Args:
+      config, page_size, gib, weights_to_come: as in `pages_that_fit`.
+      groups: the mesh of each replica; None for one on one device.
+      max_requests, prefill_tokens, invariant: as in `Engine`.
+
+    >>> from codec_jax.nnx.memory import pages_of_replicas
+    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    >>> pages_of_replicas(config, [None], 16, max_requests=64, gib=1.0)
+    524288
+    """
+    options: dict[str, Any] = {"gib": gib, "weights_to_come": weights_to_come}
+    if not invariant:
+        sizes = {"max_requests": max_requests, "prefill_tokens": prefill_tokens}
+        windowed = pages_of_windows(config, Parallel.of(groups[0]), page_size, **sizes)
+        options |= {"max_requests": max_requests, "windowed_pages": windowed}
+    return min(pages_that_fit(config, page_size, mesh=mesh, **options) for mesh in groups)
+
+
 def pages_that_fit(
     config: DecoderConfig,
     page_size: int,
@@ -106,6 +138,7 @@ def pages_that_fit(
     mesh: Mesh | None = None,
     max_requests: int = 1,
     windowed_pages: int = 0,
+    reconstructed_pages: int = 0,
 ) -> int:
     """Return the KV pages of all layers that there is memory for.
 
@@ -118,6 +151,7 @@ def pages_that_fit(
       max_requests: that decode at a time. Where so many make it worth keeping K and V beside latents, there is to be
         memory for these, too.
       windowed_pages: of each layer with a window, by `pages_of_windows`, where they are to have fewer than the others.
+      reconstructed_pages: of K and V beside latents, so many of which are to have memory, too.
 
     Raises ValueError for a mesh of several processes without `gib`: they may not have the same memory left.
 
@@ -140,8 +174,11 @@ def pages_that_fit(
     page = page_size * config.kv_token_bytes * num_kv_heads // config.num_kv_heads
     if pays(config, parallel, max_requests):
         page = int(page * (1 + SHARE))
-    pages = max(0, int(gib * 2**30 // page))
+    room = gib * 2**30
+    if reconstructed_pages:
+        room -= reconstructed_pages * page_size * (config.reconstructed_token_bytes // parallel.tensor)
+    pages = max(0, int(room // page))
     if windowed_pages and pages > windowed_pages:
         in_windows = page * config.windowed_layers // config.num_layers
-        pages = int((gib * 2**30 - windowed_pages * in_windows) // (page - in_windows))
+        pages = int((room - windowed_pages * in_windows) // (page - in_windows))
     return pages * parallel.context

@@ -147,9 +147,8 @@ class Parallel:
         """
         if not self.axes:
             return lookup(tokens), self
-        rows = config.vocab_size // self.devices
-        token = tokens - lax.axis_index(self.axes) * rows
-        is_here = (token >= 0) & (token < rows)
+        token = self.here(tokens, config.vocab_size)
+        is_here = token < config.vocab_size // self.devices
         x = jnp.where(is_here[..., None], lookup(jnp.where(is_here, token, 0)), 0)
         opened = self._with_mailboxes(jnp.ravel(tokens)[0].astype(jnp.int32), x, config, batches)
         for mailbox in (opened.sums, opened.gathers, *opened.merges):
@@ -167,16 +166,17 @@ class Parallel:
         if self.context > 1 and config.latent is None:
             num_q_heads, num_kv_heads = self.heads(config.num_q_heads, config.num_kv_heads)
             if not repeated_bytes(config, self):
-                gathers = self._with_gathers(token + 1, x, config)
+                gathers = self._with_gathers(token + 1, x, config, *group)
             for number, shape in enumerate(dict.fromkeys(batches)):
                 query = jax.ShapeDtypeStruct((*shape, num_q_heads, config.head_dim), x.dtype)
                 merges.append(Mailbox.for_merges(token + 2 + number, query, num_kv_heads, *group))
         sums = Mailbox.for_rows(token, x, self.devices) or Mailbox.for_arrays(token, x, self.devices)
         return replace(self, sums=sums, gathers=gathers, merges=tuple(filter(None, merges)))
 
-    def _with_gathers(self, seed: Int[Array, ""], x: Float[Array, "B T D"], config: DecoderConfig) -> Mailbox | None:
+    def _with_gathers(
+        self, seed: Int[Array, ""], x: Float[Array, "B T D"], config: DecoderConfig, *group: int
+    ) -> Mailbox | None:
         """Make one for heads where each device computes whole ones, and a kernel splits them; else for columns."""
-        group = self.context, self.stride or 1
         own, rows = [size // self.context for size in self.columns(config)], x.shape[:2]
         heads_here = self.heads(config.num_q_heads, config.num_kv_heads)
         is_served = self.has_kernels and takes_heads(config, heads_here, math.prod(rows))

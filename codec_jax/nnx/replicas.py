@@ -273,7 +273,6 @@ def device_groups(config: DecoderConfig, *, data: int, context: int, tensor: int
     """
     for axis, number in ((DATA, data), (CONTEXT, context), (TENSOR, tensor)):
         checks.integer(f"--{axis}-parallel", number)
-    check_sizes(config, Parallel(tensor=tensor, context=context))
     devices, needed = jax.devices(), data * context * tensor
     if needed > len(devices):
         raise ValueError(
@@ -283,7 +282,9 @@ def device_groups(config: DecoderConfig, *, data: int, context: int, tensor: int
     if needed == 1:
         return [None]
     groups = np.asarray(devices[:needed]).reshape(data, context, tensor)
-    return [Mesh(group, (CONTEXT, TENSOR)) for group in groups]
+    meshes = [Mesh(group, (CONTEXT, TENSOR)) for group in groups]
+    check_sizes(config, Parallel.of(meshes[0]))
+    return list(meshes)
 
 
 def replicated(engines: Sequence[Engine]) -> Serving:

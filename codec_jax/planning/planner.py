@@ -255,7 +255,7 @@ def _device(
     subset: PageSubset | None,
 ) -> _Device:
     """Lay out the blocks of a device, divide them among its thread blocks, and list what they merge."""
-    block_pages = lay_out_blocks(forest, streams, work.block_ptr, grid, capacities[0], subset)
+    block_pages = lay_out_blocks(forest, streams, grid, capacities[0], subset)
     schedule = divide(work, grid.num_ctas, estimate, policy)
     segments, merge_ptr, num_partials = list_segments(schedule, work, streams, grid, starts, capacities[1])
     cta_begin = begin_of_ctas(schedule.cta_ptr, segments, block_pages)

@@ -170,15 +170,14 @@ def list_streams(
 def lay_out_blocks(
     forest: Forest,
     streams: Streams,
-    block_ptr: Int[np.ndarray, " streams+1"],
     grid: Grid,
     capacity: int,
     subset: PageSubset | None,
 ) -> Int[np.ndarray, "capacity pages_per_block 4"]:
     """Lay the pages of every stream out in blocks, columns of `Page`.
 
-    Stream s gets blocks [block_ptr[s], block_ptr[s + 1]); the last of them is filled up with pages that nobody reads.
-    Page ids are places in the arrays that the plan is of, if it is not of all pages.
+    One stream comes after the other; the last block of each is filled up with pages that nobody reads. Page ids are
+    places in the arrays that the plan is of, if it is not of all pages.
     """
     per_page = forest.page_size // grid.page_tokens
     blocks = np.zeros((capacity, grid.pages_per_block, len(Page._fields)), np.int32)

@@ -60,7 +60,7 @@ def add_and_norm(
 
     Args:
       x: bfloat16 or float16.
-      parts: float32.
+      parts: float32, or one part like x.
       factors: of the norms of the parts' sum, and of the result.
       norm: how both compute.
     """

@@ -15,7 +15,7 @@ from latent_cases import CONFIG, mesh_of, sharp
 
 from codec_jax import Window
 from codec_jax.latent import reconstruct
-from codec_jax.nnx import Decoder, DecoderConfig, Engine, Latent, Sampler, device, sampler_device
+from codec_jax.nnx import Decoder, DecoderConfig, Engine, Latent, Sampler, device, memory, sampler_device
 from codec_jax.nnx.kept import pages_to_keep
 from codec_jax.nnx.memory import pages_that_fit
 from codec_jax.nnx.parallel import ALONE, Parallel
@@ -169,6 +169,20 @@ def test_pages_are_kept_by_default_where_rates_say_that_it_pays(monkeypatch: pyt
     kept = pages_to_keep(config, ALONE, 43, with_room, None)
     taken = with_room * config.kv_token_bytes + kept * config.reconstructed_token_bytes
     assert 0.99 < taken / (fitting * config.kv_token_bytes) <= 1.0
+    # So they do where pages are asked for.
+    beside = pages_that_fit(config, 16, gib=1.0, reconstructed_pages=100)
+    taken = beside * config.kv_token_bytes + 100 * config.reconstructed_token_bytes
+    assert 0.99 < taken / (fitting * config.kv_token_bytes) <= 1.0
+
+
+def test_an_engine_leaves_memory_for_pages_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "DEFAULT_KV_GIB", 2e-3)
+    model = Decoder(CONFIG, nnx.Rngs(0))
+    sizes = {"max_requests": 2, "page_size": 16}
+    without, engine = (Engine(model, reconstructed_pages=pages, **sizes) for pages in (0, 20))
+    assert engine.max_context < without.max_context  # all that the pool holds
+    taken = engine.max_context * CONFIG.kv_token_bytes + 20 * 16 * CONFIG.reconstructed_token_bytes
+    assert 0.9 * 2e-3 * 2**30 < taken <= 2e-3 * 2**30
 
 
 def test_pages_that_cannot_be_kept_are_refused() -> None:

@@ -132,10 +132,16 @@ def call(graph: Any, weights: Any, *arguments: Any) -> Any:
 
 #: Layers that reach back for three tokens, or to the last multiple of two.
 WINDOWED = {"windows": (Window(3), Window(2, chunked=True)), "sinks": True, "embedding_scale": 2.0}
+#: Caches of one byte a number, which are for decoding: with scales that are far off here, or of each token.
+FLOAT8 = {"kv_dtype": jnp.float8_e4m3fn, "kv_scales": ((0.05, 0.02),) * 2}
+BY_TOKEN = {"kv_dtype": jnp.float8_e4m3fn, "kv_scales": "token"}
 ROWS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
+VARIANTS = pytest.mark.parametrize(
+    "variant", [{}, WINDOWED, FLOAT8, BY_TOKEN], ids=["plain", "windows", "float8", "float8 by token"]
+)
 
 
-@pytest.mark.parametrize("variant", [{}, WINDOWED], ids=["plain", "windows"])
+@VARIANTS
 def test_a_policy_sees_no_padding(variant):
     policy, tokens = random_policy(0, **variant), left_padded(ROWS, 8, PAD)
     positions, mask = masks_of(tokens)
@@ -145,7 +151,7 @@ def test_a_policy_sees_no_padding(variant):
         np.testing.assert_allclose(got[8 - len(row) :], dense_logits(policy, row), atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", [{}, WINDOWED], ids=["plain", "windows"])
+@VARIANTS
 def test_a_policy_goes_on_from_its_cache(variant):
     policy, tokens = random_policy(0, **variant), left_padded(ROWS, 8, PAD)
     positions, mask = masks_of(tokens)
@@ -158,6 +164,15 @@ def test_a_policy_goes_on_from_its_cache(variant):
     assert int(cache.length) == 8
     for row, logits in zip(ROWS, np.concatenate(got, axis=1), strict=True):
         np.testing.assert_allclose(logits[8 - len(row) :], dense_logits(policy, row), atol=1e-4)
+
+
+def test_what_a_cache_has_no_room_for_is_nowhere():
+    policy, tokens = random_policy(0), np.asarray([[3, 4, 5], [6, 7, 8]], np.int32)
+    positions, mask = masks_of(tokens)
+    _, full = call(*nnx.split(policy), tokens, positions, policy.init_cache(2, 3, jnp.float32), mask)
+    one, beyond = tokens[:, :1], np.full((2, 1), 3, np.int32)
+    _, after = call(*nnx.split(policy), one, beyond, full, mask[:, -1:])
+    jax.tree.map(np.testing.assert_array_equal, after.pages, full.pages)
 
 
 def test_a_policy_learns_what_a_decoder_does_and_leaves_it_alone():
