@@ -1,9 +1,11 @@
-"""What the commands share: options of an engine, and numbers, with errors that say what was expected."""
+"""What the commands share: a model, options of an engine, and numbers, with errors that say what was expected."""
 
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
+from codec_jax.nnx.checkpoint import Checkpoint, open_checkpoint
 from codec_jax.nnx.engine import INVARIANT_HELP
 from codec_jax.nnx.memory import KV_CACHE_HELP, KV_DTYPE_HELP, KV_DTYPES
 from codec_jax.nnx.replicas import PARALLEL_HELP
@@ -21,6 +23,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--invariant", action="store_true", help=INVARIANT_HELP)
     for axis, text in PARALLEL_HELP.items():
         parser.add_argument(f"--{axis}-parallel", type=count, default=1, help=text)
+
+
+def open_model(directory: Path) -> Checkpoint:
+    """Open the checkpoint that `--model` names."""
+    try:
+        return open_checkpoint(directory)
+    except NotADirectoryError as error:
+        raise NotADirectoryError(str(error).replace("directory", "--model", 1)) from error
 
 
 def number_parser(kind: type, expected: str, low: float, high: float) -> Callable[[str], float]:

@@ -48,7 +48,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from codec_jax import checks
-from codec_jax.command_line import add_engine_options, count_parser, number_parser
+from codec_jax.command_line import add_engine_options, count_parser, number_parser, open_model
 from codec_jax.interrupts import interrupts
 from codec_jax.nnx import (
     PUBLISHED,
@@ -60,10 +60,10 @@ from codec_jax.nnx import (
     Request,
     SamplingParams,
     TextStream,
-    open_checkpoint,
     random_decoder,
 )
 from codec_jax.nnx.memory import KV_DTYPES, pages_of_replicas, take_most_of_the_gpu
+from codec_jax.nnx.params import check_stop_tokens
 from codec_jax.nnx.replicas import device_groups, replicated
 from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.text import token_ids
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"--invariant: expected no --context-parallel, which adds up parts, got {arguments.context_parallel}"
             )
         model = _open_model(arguments)
-        content = arguments.prompts.read_bytes()  # once: a pipe has nothing more to read
+        content = _content(arguments.prompts)  # once: a pipe has nothing more to read
         prompts = read_prompts(arguments.prompts, content, model, arguments.max_new_tokens)
         if len(prompts) * arguments.samples >= 2**31:
             raise ValueError(
@@ -197,7 +197,7 @@ def _open_model(arguments: argparse.Namespace) -> Model:
             return random_decoder(config, mesh=mesh, progress=True)
 
         return Model(config, drawn, {"model": f"random weights, {arguments.random_weights}"})
-    checkpoint = open_checkpoint(arguments.model)
+    checkpoint = open_model(arguments.model)
     identity = {"model": arguments.model.resolve().name}
     for file in sorted(checkpoint.files):
         status = file.stat()
@@ -215,6 +215,13 @@ def _open_model(arguments: argparse.Namespace) -> Model:
 
 
 # ---------------------------------------------------------------------- prompts
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--prompts: expected a file that can be read, got {file}: {error.strerror}") from error
 
 
 def read_prompts(file: Path, content: bytes, model: Model, max_new_tokens: int) -> list[Int[np.ndarray, " tokens"]]:
@@ -283,6 +290,7 @@ def _params(arguments: argparse.Namespace, model: Model) -> SamplingParams:
         if model.tokenizer is None:
             raise ValueError(f"--stop: expected none, for random weights have no tokenizer, got {arguments.stop}")
         TextStream(model.tokenizer, arguments.stop)  # refuses what no text can have
+    check_stop_tokens("--stop-token", arguments.stop_token, model.stop_tokens, model.config.vocab_size)
     params = SamplingParams(
         max_tokens=arguments.max_new_tokens,
         stop=arguments.stop,

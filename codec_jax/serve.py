@@ -34,8 +34,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from codec_jax.command_line import add_engine_options, count_parser, number_parser
-from codec_jax.nnx import open_checkpoint
+from codec_jax.command_line import add_engine_options, count_parser, number_parser, open_model
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.memory import KV_DTYPES, pages_of_replicas, take_most_of_the_gpu
@@ -147,7 +146,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
-    checkpoint = open_checkpoint(arguments.model)
+    checkpoint = open_model(arguments.model)
     if (arguments.max_context or 1) > checkpoint.max_context:
         raise ValueError(
             f"--max-context: expected 1 to {checkpoint.max_context}, which the model was made for, "

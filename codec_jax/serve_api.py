@@ -19,8 +19,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from codec_jax import checks
+from codec_jax.nnx.calls import naming_prompt
 from codec_jax.nnx.checkpoint import Checkpoint
-from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.params import SamplingParams, check_stop_tokens
 from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request, Update
 from codec_jax.nnx.text import AddedText, added_texts, token_ids
@@ -89,8 +90,9 @@ class Call:
         """
         requests: list[Request] = []
         try:
-            for prompt, params in self.prompts:
-                requests += engine.submit_samples(prompt, self.samples, params)
+            for i, (prompt, params) in enumerate(self.prompts):
+                with naming_prompt(f"prompt[{i}]" if len(self.prompts) > 1 else "prompt"):
+                    requests += engine.submit_samples(prompt, self.samples, params)
         except ValueError:
             for request in requests:
                 engine.abort(request)
@@ -152,7 +154,10 @@ def read_call(content: bytes, chat: bool, served: Served) -> Call:
         raise Refused(400, f"{name}: expected no such field, for it is not supported, got {repr(value)[:100]}", name)
     requests = []
     for i, prompt in enumerate(prompts):
-        left = max(served.max_context - len(prompt), 1)
+        left = served.max_context - len(prompt)
+        if limit is None and left < 1:
+            name = "messages" if chat else "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            raise ValueError(f"{name}: expected fewer than {served.max_context} tokens, got {len(prompt)}")
         tokens = (left if chat else min(left, 16)) if limit is None else checks.integer(of, limit)
         drawn = secrets.randbits(32) if seed is None else seed
         requests.append((prompt, SamplingParams(max_tokens=tokens, seed=drawn, stream=i * samples, **params)))
@@ -204,7 +209,10 @@ def _chat(fields: dict[str, Any], served: Served) -> list[int]:
     if (template := served.checkpoint.chat_template) is None:
         raise ValueError(f"messages: expected no chat, for {served.name} has no chat template; use /v1/completions")
     if not isinstance(names, dict) or names.keys() & {"self", "tokenizer", "messages", "tools"}:
-        raise ValueError(f"chat_template_kwargs: expected names that the template knows, got {repr(names)[:100]}")
+        raise ValueError(
+            "chat_template_kwargs: expected an object of names, others than messages, tools, tokenizer and self, "
+            f"got {repr(names)[:100]}"
+        )
     joined = []
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         parts = message.get("content") if isinstance(message, dict) else None
@@ -226,6 +234,7 @@ def _sampling(fields: dict[str, Any], chat: bool, served: Served) -> tuple[bool,
     params["stop"] = [stop] if isinstance(stop, str) else stop
     if not _is_tokens(also):
         raise ValueError(f"stop_token_ids: expected token ids, got {repr(also)[:100]}")
+    check_stop_tokens("stop_token_ids", also, served.checkpoint.stop_tokens, served.checkpoint.config.vocab_size)
     params["stop_tokens"] = (*served.checkpoint.stop_tokens, *also)
     if not isinstance(biases, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,9}", token) for token in biases):
         raise ValueError(f"logit_bias: expected token ids with numbers, got {repr(biases)[:100]}")

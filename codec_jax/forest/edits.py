@@ -126,6 +126,7 @@ def spread(tree: Tree, pool: PagePool) -> tuple[Tree, PagePool]:
 def retire(tree: Tree, readers: Int[np.ndarray, " nodes"], pool: PagePool, requests: Integers) -> tuple[Tree, PagePool]:
     """Remove requests and what only they read."""
     checks.instance("pool", pool, PagePool)
+    pool.check_taken(tree.pages_there)
     gone = check_in_use(requests, tree.leaf)
     leaf = tree.leaf.copy()
     leaf[gone] = NO_NODE

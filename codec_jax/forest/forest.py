@@ -196,7 +196,9 @@ class Forest(ForestArrays):
     def forget(self, pool: PagePool, window: Window, *, query_tokens: int = 1) -> tuple[Forest, PagePool]:
         """Give back the pages that no request sees any more, of a model all of whose layers have a window.
 
-        Lengths and positions stay as they are. The forest takes a new plan, with this window or one that is no longer.
+        Lengths and positions stay as they are, and so do places for the pages in the forest's arrays: of those have
+        `page_capacity` for the longest contexts. The forest takes a new plan, with this window or one that is no
+        longer.
 
         Args:
           pool: the newest pool, in which all pages of this forest are taken.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Taking(Protocol):
     def submit_samples(self) -> Any: ...  # noqa: D102
     def abort(self, request: Request) -> None: ...  # noqa: D102
     def step(self) -> list[Request]: ...  # noqa: D102
+    def _check_own(self, request: Request) -> None: ...
     def _submit(self, request: Request) -> Request: ...
 
 
@@ -98,7 +100,8 @@ def fork(
     Args:
       request: the one to go on from; it is not changed.
       params: how the new one is decoded; by default as the other, with a random stream that each of its forks has
-        another of. `max_tokens` counts the tokens that there are already.
+        another of. `max_tokens` counts the tokens that there are already. What would have ended a request before ends
+        the fork: without the same stop tokens, stop strings and matcher it goes on.
       on_update: as in `submit`.
 
     Raises ValueError for `max_tokens` that are used up, and what `submit` raises.
@@ -133,8 +136,10 @@ def stream(self: Taking, request: Request) -> Iterator[Update]:
 
     Args:
       request: one of this engine's.
+
+    Raises ValueError for one of another engine that is not finished.
     """
-    checks.instance("request", request, Request)
+    self._check_own(request)
     tokens = text = 0
     while True:
         if len(request.tokens) > tokens or request.finished:
@@ -165,8 +170,9 @@ def generate(
     """
     requests: list[Request] = []
     with _aborting(self, requests):
-        for prompt in _several("prompts", prompts):
-            requests += self.submit_samples(prompt, samples, params)
+        for i, prompt in enumerate(_several("prompts", prompts)):
+            with naming_prompt(f"prompts[{i}]"):
+                requests += self.submit_samples(prompt, samples, params)
         _finish_all(self, requests)
     return requests
 
@@ -234,11 +240,23 @@ def tokens_of(serving: Taking, name: str, prompt: str | Integers) -> Int[np.ndar
     return tokens
 
 
+@contextmanager
+def naming_prompt(name: str) -> Iterator[None]:
+    """Have errors about a prompt call it by the name that whoever gave several has for it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"\bprompt(?=[:\[])", name, str(error))) from error
+
+
 def _several(name: str, given: Any) -> list[Any]:
     """Return a list of prompts or completions. Raises ValueError for what is a single one, or none."""
     if isinstance(given, str) or not np.iterable(given):
         raise ValueError(f"{name}: expected a list with one for each request, got {given!r:.80}; write [{given!r:.80}]")
-    return list(given)
+    listed = list(given)
+    if listed and isinstance(listed[0], int | np.integer):
+        raise ValueError(f"{name}: expected lists of token ids, got token ids; write [[...]] for a single one")
+    return listed
 
 
 @contextmanager

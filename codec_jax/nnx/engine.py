@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count as numbers
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from jax.sharding import Mesh
@@ -181,6 +182,7 @@ class Engine:
             **sizes,
         )
         self._ids = numbers()
+        self._taken = WeakSet[Request]()
         self._flight: _Flight | None = None
         self._news: list[Request] = []  # that no step has told of yet
         self._is_taking_in = False  # what a step brought
@@ -196,8 +198,10 @@ class Engine:
 
         Args:
           request: one of this engine's.
+
+        Raises ValueError for one of another engine that is not finished.
         """
-        checks.instance("request", request, Request)
+        self._check_own(request)
         if not request.finished:
             finish(request, "abort")
 
@@ -367,6 +371,12 @@ class Engine:
         together, _ = PrefixCache.create(alone, self._page_size, len(coming)).add([each.prompt for each in coming])
         return unpinned - alone + together.pool.num_free
 
+    def _check_own(self, request: Request) -> None:
+        """Raise ValueError for a request that is not finished, and that this engine does not work on."""
+        checks.instance("request", request, Request)
+        if not request.finished and request not in self._taken:
+            raise ValueError(f"request: expected one of this engine's, got {request!r} of another")
+
     def _submit(self, request: Request) -> Request:
         params = request.params
         params.check(self.config.vocab_size)
@@ -384,6 +394,7 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: expected no stop strings, for the engine has no tokenizer; use stop_tokens")
         begin(request, self.tokenizer)
+        self._taken.add(request)
         self._submitted += 1
         self._scheduler.queue.append(request)
         return request

@@ -135,6 +135,13 @@ class SamplingParams:
         checks.tokens("logit_bias", np.asarray(list(self.logit_bias), np.int64), vocab_size)
 
 
+def check_stop_tokens(name: str, given: Sequence[int], own: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for stop tokens that cannot be added to those of a model, by the name that they are given by."""
+    checks.tokens(name, checks.int_vector(name, given), vocab_size)
+    if len(given) > (room := MAX_STOP_TOKENS - len(own)):
+        raise ValueError(f"{name}: expected at most {room} tokens beside the model's {len(own)}, got {len(given)}")
+
+
 def _at_most(name: str, count: int, limit: int, what: str = "tokens") -> None:
     if count > limit:
         raise ValueError(f"{name}: expected at most {limit} {what}, got {count}")

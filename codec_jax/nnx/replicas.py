@@ -123,8 +123,10 @@ class Replicas:
 
         Args:
           request: one of these engines'.
+
+        Raises ValueError for one of another engine that is not finished.
         """
-        checks.instance("request", request, Request)
+        self._check_own(request)
         self._engines[self._homes.get(request, 0)].abort(request)
         self._settle(request)
 
@@ -217,6 +219,10 @@ class Replicas:
 
     # ------------------------------------------------------------------ who has what
 
+    def _check_own(self, request: Request) -> None:
+        home = self._homes.get(request, 0) if isinstance(request, Request) else 0
+        self._engines[home]._check_own(request)
+
     def _submit(self, request: Request) -> Request:
         return self._place(request.context, lambda engine: engine._submit(request))
 
@@ -271,14 +277,14 @@ def device_groups(config: DecoderConfig, *, data: int, context: int, tensor: int
 
     Raises ValueError for more devices than there are, or devices that do not divide the model.
     """
-    for axis, number in ((DATA, data), (CONTEXT, context), (TENSOR, tensor)):
+    sizes = {DATA: data, CONTEXT: context, TENSOR: tensor}
+    for axis, number in sizes.items():
         checks.integer(f"--{axis}-parallel", number)
     devices, needed = jax.devices(), data * context * tensor
     if needed > len(devices):
-        raise ValueError(
-            f"--data-parallel: expected {data} replicas on {context} x {tensor} devices each to fit on the "
-            f"{len(devices)} that there are, got {needed}; lower this, --context-parallel or --tensor-parallel"
-        )
+        several = {f"--{axis}-parallel": size for axis, size in sizes.items() if size > 1}
+        got = " x ".join(map(str, several.values())) + (f" = {needed}" if len(several) > 1 else "")
+        raise ValueError(f"{', '.join(several)}: expected at most the {len(devices)} devices that there are, got {got}")
     if needed == 1:
         return [None]
     groups = np.asarray(devices[:needed]).reshape(data, context, tensor)

@@ -145,8 +145,15 @@ class PlacedDecoder:
         >>> placed = PlacedDecoder.of(Decoder(config, nnx.Rngs(0))).updated(Decoder(config, nnx.Rngs(1)))
         """
         given = PlacedDecoder.of(model)
-        if (given.config, given.kinds) != (self.config, self.kinds) or given.mesh not in (None, self.mesh):
-            raise ValueError("model: expected weights of the config, shapes and dtypes as before, got others")
+        if given.mesh not in (None, self.mesh):
+            raise ValueError(f"model: expected one that is whole, or placed on {self.mesh}, got one on {given.mesh}")
+        mine, others = ({**vars(each.config), **each.kinds} for each in (self, given))
+        for name in mine | others:
+            if mine.get(name) != others.get(name):
+                raise ValueError(
+                    f"model: expected weights of the config, shapes and dtypes as before, got {name} = "
+                    f"{others.get(name)} in place of {mine.get(name)}"
+                )
         if given.mesh is None:
             given = replace(given, weights=_divided(given.weights, self.config, self.mesh))
         return replace(self, weights=given.weights)

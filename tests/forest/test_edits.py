@@ -398,8 +398,16 @@ def test_reserving_a_negative_number_of_tokens_raises():
 
 def test_retiring_with_a_pool_that_never_gave_the_pages_raises():
     forest = Forest.from_nodes([-1], [4], [0])
-    with pytest.raises(ValueError, match=r"pages: expected pages that are taken, got page 0"):
-        forest.retire(PagePool.create(8), [0])
+    for requests in ([0], []):
+        with pytest.raises(ValueError, match=r"pool: expected a pool in which all pages .* page 0 is not"):
+            forest.retire(PagePool.create(8), requests)
+    # Nor with one that does not know of what the forest has taken since, or its live pages would be given away again.
+    old = PagePool.create(8, forest.used_pages)
+    forest, new = forest.reserve(old, 30)
+    forest, new = Forest.from_nodes([-1], [4], [0], request_capacity=2).fork([0])[0].reserve(old, 30)
+    with pytest.raises(ValueError, match=r"pool: expected a pool in which all pages"):
+        forest.retire(old, [1])
+    assert forest.retire(new, [0, 1])[1].num_free == 8
 
 
 @pytest.mark.parametrize(("num_pages", "taken", "missing"), [(8, [1], 0), (8, [0], 1), (1, [0], 1)])

@@ -169,6 +169,29 @@ def test_what_is_no_function_is_refused(engine: Engine) -> None:
     assert_no_page_leaked(engine)
 
 
+def test_what_ended_a_request_ends_its_fork_or_is_left_out(engine: Engine, dense: Dense) -> None:
+    tokens = dense.greedy(PROMPTS[0], 20)
+    stop = tokens[6]
+    [source] = engine.generate([PROMPTS[0]], greedy(20, stop_tokens=[stop]))
+    count = tokens.index(stop) + 1
+    same, on = engine.fork(source), engine.fork(source, greedy(20))
+    run(engine)
+    for request in (source, same):
+        assert (request.tokens, request.finish_reason) == (tokens[:count], "stop")
+    assert (on.tokens, on.finish_reason) == (tokens, "length")
+
+
+def test_requests_of_another_engine_are_refused(engine: Engine, dense: Dense) -> None:
+    other = make_engine(dense.model)
+    request = other.submit(PROMPTS[0], greedy(2))
+    for call in (engine.abort, lambda request: list(engine.stream(request))):
+        with pytest.raises(ValueError, match=r"^request: expected one of this engine's, got Request\(0, .* of another"):
+            call(request)
+    assert [update.finish_reason for update in other.stream(request)][-1] == "length"
+    engine.abort(request)  # nothing happens to one that is finished
+    assert request.finish_reason == "length"
+
+
 def test_a_fork_that_asks_for_more_than_its_source_keeps_what_that_has(engine: Engine) -> None:
     source = engine.submit(PROMPTS[0], greedy(6))
     run(engine)
@@ -423,6 +446,10 @@ def test_requests_that_can_never_fit_are_refused(engine: Engine) -> None:
         engine.submit([], greedy())
     with pytest.raises(ValueError, match=rf"prompt: expected tokens in \[0, {VOCAB}\), got prompt\[1\] = {VOCAB}"):
         engine.submit([1, VOCAB], greedy())
+    with pytest.raises(ValueError, match=rf"^prompts\[2\]: .* got prompts\[2\]\[1\] = {VOCAB}$"):
+        engine.generate([[1], [2], [3, VOCAB]], greedy())
+    with pytest.raises(ValueError, match=rf"^prompts\[1\]: expected at most max_context = {CONTEXT} tokens"):
+        engine.generate([[1], [2] * CONTEXT], greedy())
     with pytest.raises(ValueError, match=r"stop: expected no stop strings, for the engine has no tokenizer"):
         engine.submit([1], greedy(stop=["x"]))
     with pytest.raises(ValueError, match=r"prompt: expected token ids, for the engine has no tokenizer, got text"):
@@ -440,6 +467,8 @@ def test_a_single_prompt_is_no_list_of_prompts(engine: Engine, single: Any) -> N
         engine.score(single, [[1]])
     with pytest.raises(ValueError, match=r"^completions: expected a list with one for each request"):
         engine.score([[1]], single)
+    with pytest.raises(ValueError, match=r"^prompts: expected lists of token ids, got token ids; write \[\[...\]\]"):
+        engine.generate([1, 2])
     with pytest.raises(TypeError, match=r"^request: expected a Request"):
         engine.unpin([single])
 
@@ -799,8 +828,13 @@ def test_new_weights_are_used_at_once_and_nothing_compiles(engine: Engine, dense
     assert_alone(again, other)
     assert again.cached_tokens >= 32  # the pinned prefix was computed again
     assert_alone(back, dense)
-    with pytest.raises(ValueError, match=r"model: expected weights of the config, shapes and dtypes"):
+    layers = dense.model.config.num_layers
+    with pytest.raises(ValueError, match=rf"^model: .* as before, got num_layers = 1 in place of {layers}$"):
         engine.update_weights(Decoder(dataclasses.replace(dense.model.config, num_layers=1), nnx.Rngs(0)))
+    wrong = nnx.clone(dense.model)
+    wrong.norm.scale.set_value(wrong.norm.scale[...].astype(jax.numpy.bfloat16))
+    with pytest.raises(ValueError, match=r"^model: .* as before, got norm.scale = .*bfloat16.* in place of .*float32"):
+        engine.update_weights(wrong)
 
 
 def test_nothing_compiles_while_2000_requests_pass(engine: Engine, compilations: list) -> None:

@@ -244,10 +244,14 @@ def test_sizes_by_hand() -> None:
     assert sizes == Sizes(2, 5 * 12 * 256, width=2, stride=4)
     assert sizes.blocks == 60
     assert [of_heads(16, 12, head_dim, jnp.float16, 2).width for head_dim in (64, 256)] == [1, 4]
-    # 11.25 words a thread; 64; 2,048 thread blocks; and 1,280 of sums alone.
-    for shape in (16, 1, 2880), (16, 1, 16_384), (2048, 1, 512), (256, 1, 5120):
+    # 11.25 words a thread; 64; 265 thread blocks; and 5.2 MB to the other device.
+    for shape in (16, 1, 2880), (16, 1, 16_384), (265, 1, 512), (256, 1, 10_240):
         assert of_rows(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 2) is None
     assert of_rows(jax.ShapeDtypeStruct((16, 1, 2560), jnp.float32), 2) is None
+    # 1,280 thread blocks with four words a thread would be too many: half as many, with two times four.
+    many = jax.ShapeDtypeStruct((256, 1, 5120), jnp.bfloat16)
+    assert of_arrays(many, 2) == Sizes(2, 256 * 2560, width=4, chunks=2)
+    assert of_rows(many, 2) == Sizes(2, 256 * 2560, width=4, chunks=5)
     out = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
     # 16 rows of 32 heads, 64 words each, of which a thread of a warp has two; two words beside for each row. A thread
     # block has four rows. The last tile of 8 kv heads is the first: 16 requests have 64 rows of each.

@@ -13,7 +13,17 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from codec_jax.mesh import CONTEXT, TENSOR
-from codec_jax.nnx import AsyncEngine, Engine, PlacedDecoder, Replicas, Request, SamplingParams, beam_search, best_of
+from codec_jax.nnx import (
+    AsyncEngine,
+    DecoderConfig,
+    Engine,
+    PlacedDecoder,
+    Replicas,
+    Request,
+    SamplingParams,
+    beam_search,
+    best_of,
+)
 from codec_jax.nnx.replicas import device_groups, replicated
 
 DRAWN = SamplingParams(max_tokens=12, temperature=1.3, top_k=20, seed=3, repetition_penalty=1.2)
@@ -140,11 +150,28 @@ def test_work_that_is_aborted_counts_no_more(replicas: Replicas) -> None:
     for request in requests:
         replicas.abort(request)
     assert replicas._router.work == [0, 0]
-    with pytest.raises(ValueError, match="prompt: expected at most max_context"):
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: expected at most max_context"):
         replicas.generate([LONG[:10], LONG], greedy(100))
     assert replicas._router.work == [0, 0]
     with pytest.raises(ValueError, match="prompt: expected token ids, for the engine has no tokenizer"):
         replicas.submit("text")
+
+
+def test_requests_of_other_engines_are_refused(replicas: Replicas, alone: Engine) -> None:
+    request = alone.submit(PROMPTS[0], greedy(2))
+    for call in (replicas.abort, lambda request: list(replicas.stream(request))):
+        with pytest.raises(ValueError, match=r"^request: expected one of this engine's, got Request"):
+            call(request)
+    alone.abort(request)
+
+
+def test_a_single_option_or_all_that_ask_for_too_many_devices_are_named() -> None:
+    config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=16, num_kv_heads=16, head_dim=16)
+    with pytest.raises(ValueError, match=r"^--tensor-parallel: expected at most the 8 devices that there are, got 16$"):
+        device_groups(config, data=1, context=1, tensor=16)
+    several = "^--data-parallel, --context-parallel: expected at most the 8 devices that there are, got 3 x 4 = 12$"
+    with pytest.raises(ValueError, match=several):
+        device_groups(config, data=3, context=4, tensor=1)
 
 
 def test_pins_draw_their_requests(replicas: Replicas, setup: Setup, dense: Dense) -> None:
@@ -287,7 +314,9 @@ def test_groups_of_devices_are_those_that_there_are(setup: Setup) -> None:
         first, second = device_groups(config, data=2, context=1, tensor=1)
         assert [*first.devices.flat, *second.devices.flat] == devices[:2]
         assert dict(first.shape) == {CONTEXT: 1, TENSOR: 1}
-    with pytest.raises(ValueError, match=rf"--data-parallel: .* {len(devices)} that there are, got {len(devices) + 1}"):
+    with pytest.raises(
+        ValueError, match=rf"^--data-parallel: .* {len(devices)} devices that there are, got {len(devices) + 1}$"
+    ):
         device_groups(config, data=len(devices) + 1, context=1, tensor=1)
     with pytest.raises(ValueError, match="--tensor-parallel: expected an integer of at least 1"):
         device_groups(config, data=1, context=1, tensor=0)

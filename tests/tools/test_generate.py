@@ -287,7 +287,7 @@ def test_replicas_write_the_same_rows(finished: Finished, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"data_parallel": 1000}, "--data-parallel: expected 1000 replicas on 1 x 1 devices each to fit"),
+        ({"data_parallel": 1000}, "--data-parallel: expected at most the 8 devices that there are, got 1000"),
         ({"tensor_parallel": 3}, "mesh: expected an axis 'tensor' that divides the 2 kv heads"),
     ],
     ids=str,
@@ -650,7 +650,9 @@ def test_all_bad_rows_are_listed_with_their_lines(model_dir: Path, tmp_path: Pat
 def test_no_prompts_are_refused(model_dir: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path, [])
     assert "expected a prompt in each line, got an empty file" in refused(arguments(model_dir, prompts, tmp_path / "o"))
-    assert "No such file" in refused(arguments(model_dir, tmp_path / "p", tmp_path / "o"))
+    missing = refused(arguments(model_dir, tmp_path / "p", tmp_path / "o"))
+    assert f"--prompts: expected a file that can be read, got {tmp_path / 'p'}: No such file" in missing
+    assert "--model: expected one with config.json" in refused(arguments(tmp_path / "m", prompts, tmp_path / "o"))
 
 
 def test_random_weights_take_no_text(tmp_path: Path) -> None:
@@ -679,7 +681,7 @@ def test_prompts_whose_kv_does_not_fit_are_listed(finished: Finished, tmp_path: 
         ("min_p", 2, "min_p: expected a probability in"),
         ("repetition_penalty", 0, "repetition_penalty: expected a number above 0"),
         ("stop", "", "stop"),
-        ("stop_token", VOCAB, f"stop_tokens: expected tokens in [0, {VOCAB})"),
+        ("stop_token", VOCAB, f"--stop-token: expected tokens in [0, {VOCAB}), got --stop-token[0] = {VOCAB}"),
     ],
 )
 def test_sampling_options_out_of_range_are_refused(

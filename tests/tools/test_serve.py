@@ -356,10 +356,15 @@ def test_replicas_answer_as_one_does(model_dir: Path, cache: Path, alone: list[l
         ({"prompt": [VOCAB]}, "prompt", f"tokens in [0, {VOCAB})"),
         ({"prompt": [True]}, "prompt", "a string"),
         ({"prompt": [[1], "w1", 2]}, "prompt", "a string"),
+        ({"prompt": ["w1", ""]}, "prompt", "prompt[1]: expected at least one token"),
+        ({"prompt": [[1], [2, VOCAB]]}, "prompt", f"got prompt[1][1] = {VOCAB}"),
+        ({"prompt": [1] * CONTEXT}, "prompt", f"fewer than {CONTEXT} tokens, got {CONTEXT}"),
+        ({"prompt": [[1], [1] * CONTEXT]}, "prompt", f"prompt[1]: expected fewer than {CONTEXT} tokens, got {CONTEXT}"),
         ({"stop": [1]}, "stop", "strings"),
         ({"stop": ""}, "stop", "none of them empty"),
         ({"stop_token_ids": ["w1"]}, "stop_token_ids", "token ids"),
-        ({"stop_token_ids": [VOCAB]}, "stop_token_ids", f"tokens in [0, {VOCAB})"),
+        ({"stop_token_ids": [1, VOCAB]}, "stop_token_ids", f"tokens in [0, {VOCAB}), got stop_token_ids[1] = {VOCAB}"),
+        ({"stop_token_ids": [1] * 16}, "stop_token_ids", "at most 15 tokens beside the model's 1, got 16"),
         ({"seed": 1.5}, "seed", "integer"),
         ({"stop": [f"x{i}" for i in range(65)]}, "stop", "at most 64 strings, got 65"),
         ({"logit_bias": {"w1": 1}}, "logit_bias", "token ids"),
@@ -403,7 +408,7 @@ def test_a_field_that_is_wrong_is_named(server: Running, changed: dict[str, Any]
         ({"messages": [{"role": "user"}]}, "messages", "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts of text"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "parts of text"),
-        ({"messages": [{"role": "user", "content": "w1 " * CONTEXT}]}, "messages", "max_context"),
+        ({"messages": [{"role": "user", "content": "w1 " * CONTEXT}]}, "messages", f"fewer than {CONTEXT} tokens"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs beside it"),
         ({"top_logprobs": False}, "top_logprobs", "logprobs beside it"),
         ({"logprobs": 2}, "logprobs", "true or false"),
@@ -600,7 +605,7 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--model", "nowhere"], "expected one with config.json"),
+        (["--model", "nowhere"], "--model: expected one with config.json"),
         (["--max-context", "1000"], f"--max-context: expected 1 to {CONTEXT}"),
         (["--max-context", str(CONTEXT), "--kv-cache-gib", "1e-5"], "--max-context: expected at most 80"),
         (["--api-key", ""], "--api-key: expected a key, got an empty one"),
@@ -609,7 +614,7 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
             ["--invariant", "--context-parallel", "2"],
             "invariant: expected room = 1, ",
         ),
-        (["--data-parallel", "1000"], "--data-parallel: expected 1000 replicas on 1 x 1 devices each to fit"),
+        (["--data-parallel", "1000"], "--data-parallel: expected at most the 8 devices that there are, got 1000"),
     ],
 )
 def test_options_that_are_wrong_are_refused(model_dir: Path, options: list[str], expected: str) -> None:
