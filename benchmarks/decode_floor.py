@@ -114,8 +114,8 @@ def _counting(
     """Decode the likeliest token of each request; returns cache, logits, forest and the experts of each layer."""
     counts, choose = [], Experts._choose
 
-    def counted(experts: Experts, rows: Array) -> Chosen:
-        chosen = choose(experts, rows)
+    def counted(experts: Experts, *rows: Array, **options: bool) -> Chosen:
+        chosen = choose(experts, *rows, **options)
         is_chosen = jnp.zeros(experts.mixture.num_experts, bool).at[chosen.expert].set(True)
         counts.append(is_chosen.sum())
         return chosen

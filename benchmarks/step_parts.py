@@ -8,7 +8,7 @@ from collections.abc import Iterable
 #: (gemm_fusion_dot), or of cuBLAS, which are called by its newer kernels' prefix, by their library, or by what they
 #: compute; what is none of these is "other": norms, rotation, writing K and V, rows in the order of experts, sampling.
 PARTS = (
-    ("other", ("split_heads", "add_norm", "add_up", "arranged", "reshape_and_cache")),
+    ("other", ("split_heads", "add_norm", "add_up", "choose_experts", "arranged", "reshape_and_cache")),
     ("experts", ("experts",)),
     ("attention", ("mosaic_gpu", "cudnn", "sdpa", "flash", "merge_attn")),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),

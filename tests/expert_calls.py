@@ -71,6 +71,29 @@ def random_choices(tokens: int, num_experts: int, chosen: int, depth: int, seed:
     return x.at[seed % (tokens + 1)].set(jnp.nan), expert
 
 
+def random_scores(tokens: int, num_experts: int, seed: int, dtype: Any) -> Any:
+    """Some are equal, some large, and one token's are not numbers."""
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=(tokens, num_experts)) * 4.0 ** rng.integers(-2, 3, (tokens, 1))
+    scores = np.where(rng.random((tokens, num_experts)) < 0.2, scores[:, :1], scores)
+    scores[np.arange(tokens) == seed % (tokens + 1)] = np.nan
+    return jnp.asarray(scores, dtype)
+
+
+def check_choice(scores: Any, chosen: int, normalised: bool, made: tuple[Any, Any]) -> None:
+    """Hold experts and shares to float64; those of equal scores are the first."""
+    expert, share = (np.asarray(each) for each in made)
+    exact = np.asarray(scores, np.float64)
+    want = np.argsort(-exact, axis=1, kind="stable")[:, :chosen]
+    powers = np.exp(exact - exact.max(axis=1, keepdims=True))
+    of_chosen = np.take_along_axis(powers, want, axis=1)
+    total = (of_chosen if normalised else powers).sum(axis=1, keepdims=True)
+    is_number = ~np.isnan(exact).any(axis=1)
+    np.testing.assert_array_equal(expert[is_number], want[is_number])
+    np.testing.assert_allclose(share, of_chosen / total, rtol=1e-5, atol=1e-30)
+    assert np.isnan(share[~is_number]).all()
+
+
 def check_order(
     expert: np.ndarray, num_experts: int, size: int, place: Any, tiles: Any, group: int, tile_rows: int
 ) -> list[tuple[int, list[int]]]:

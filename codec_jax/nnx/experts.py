@@ -12,6 +12,7 @@ from codec_jax.nnx.decoder_config import DecoderConfig, Mixture
 from codec_jax.nnx.expert_products import Chosen, Weights, map_densely, map_tokens
 from codec_jax.nnx.mlp import MLP, linear
 from codec_jax.nnx.parallel import ALONE, Parallel
+from pallas_kernels.hopper import choose
 
 #: Added to sums that are divided by: of sigmoids, all of a token's may be 0.
 _TINY = 1e-20
@@ -46,7 +47,7 @@ class Experts(nnx.Module):
     def decode(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"]:
         """Map each token by its experts alone; of several devices each by those that it has, and all shares add up."""
         rows = x.reshape(-1, x.shape[-1])
-        chosen = self._choose(rows)
+        chosen = self._choose(rows, has_kernels=not parallel.differentiable)
         chosen = chosen._replace(expert=parallel.here(chosen.expert, self.mixture.num_experts))
         run = map_densely if parallel.differentiable else map_tokens
         mapped = run(rows, chosen, self._weights(), self.activation).reshape(x.shape)
@@ -59,7 +60,7 @@ class Experts(nnx.Module):
         names = Weights._fields if self.mixture.bias else ("gate_up", "down")
         return Weights(**{name: getattr(self, name)[...].astype(self.dtype) for name in names})
 
-    def _choose(self, rows: Float[Array, "tokens D"]) -> Chosen:
+    def _choose(self, rows: Float[Array, "tokens D"], has_kernels: bool = False) -> Chosen:
         mixture = self.mixture
         if mixture.sigmoid:
             kernel = self.router.kernel[...].astype(jnp.float32)
@@ -68,7 +69,12 @@ class Experts(nnx.Module):
             _, expert = lax.top_k(liked, mixture.experts_per_token)
             share = jnp.take_along_axis(shares, expert, axis=-1)
         else:
-            shares = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
+            scores, is_of_all = self.router(rows), mixture.groups == mixture.groups_per_token
+            if has_kernels and is_of_all and choose.why_not(scores, jax.devices()[0]) is None:
+                options = {"chosen": mixture.experts_per_token, "normalised": mixture.normalised}
+                expert, share = choose.choose(scores, **options)
+                return Chosen(expert, share * mixture.weight_scale)
+            shares = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
             share, expert = lax.top_k(self._in_best_groups(shares), mixture.experts_per_token)
         if mixture.normalised:
             share = share / (share.sum(axis=-1, keepdims=True) + _TINY)

@@ -3,17 +3,19 @@
 `expert_rows` says which row is whose; XLA takes nine kernels for it. Here each token has a thread block, and each of
 those counts all choices for itself, as waiting for one that counts would take longer:
 
-    choices of all tokens ─► how many chose each expert, and how many of them before this token      [64, 64] at a time
-                          ─► rows of the experts before each one                                     [64, 64] at a time
+    choices of all tokens ─► shared memory ─► how many chose each expert, and how many of them before this token
+                                           ─► rows of the experts before each one
     the token's numbers ───► shared memory ─► one copy for each of its experts, to the row that it has there
     the first thread block ─► the tiles: of so few tokens an expert has one, or none
 
-A row of a [64, 64] block is an expert, a column a choice or an expert: sums along rows stay within the lanes of a warp.
+What is counted and summed up is [64, 64] at a time: a row is an expert, a column a choice or an expert, so that sums
+along rows stay within the lanes of a warp.
 
-    barrier   arrives, how often        waits
-    loaded    the copy of the token     all, before they copy it on
+    barrier   arrives, how often                        waits
+    loaded    the copies of choices and of the token    all, before they count
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,11 +67,11 @@ def arrange(x: jax.Array, expert: jax.Array, num_experts: int) -> tuple[jax.Arra
     } | tables
     of_experts = plgpu.SMEM((room,), jnp.int32)
     scratch: dict[str, Any] = {
-        "token": plgpu.SMEM((1, pieces, _SIDE), x.dtype),
+        "token": plgpu.SMEM((1, pieces, _SIDE), x.dtype), "choice": plgpu.SMEM((listed // _SIDE, _SIDE), jnp.int32),
         "first": of_experts, "before": of_experts, "count": of_experts, "upto": of_experts,
-        "loaded": plgpu.Barrier(num_arrivals=1),
+        "loaded": plgpu.Barrier(num_arrivals=2),
     }  # fmt: skip
-    names = ["x", "choice", *outputs, *scratch]
+    names = ["x", "choices", *outputs, *scratch]
 
     def arranged(*refs: Any) -> None:  # the name that profilers show
         _arrange(SimpleNamespace(**dict(zip(names, refs, strict=True))), chosen)
@@ -85,20 +87,21 @@ def arrange(x: jax.Array, expert: jax.Array, num_experts: int) -> tuple[jax.Arra
     is_here = (expert >= 0) & (expert < num_experts)
     choice = jnp.where(is_here, expert, _NOBODY).reshape(-1)
     choice = jnp.pad(choice, (0, listed - expert.size), constant_values=_NOBODY)
-    rows, place, *tiles = kernel(x.reshape(tokens, pieces, _SIDE), choice)
+    rows, place, *tiles = kernel(x.reshape(tokens, pieces, _SIDE), choice.reshape(-1, _SIDE))
     return rows.reshape(size, depth), place.reshape(expert.shape), Tiles(*tiles)
 
 
 def _arrange(refs: Any, chosen: int) -> None:
     """Do one token; the first thread block also lists the tiles."""
     token = lax.axis_index("token")
+    plgpu.copy_gmem_to_smem(refs.choices, refs.choice, refs.loaded)
     plgpu.copy_gmem_to_smem(refs.x.at[pl.ds(token, 1)], refs.token, refs.loaded)
+    plgpu.barrier_wait(refs.loaded)
     _count(refs, token * chosen)
     _sum_up(refs)
-    plgpu.barrier_wait(refs.loaded)
     for i in range(chosen):
         at = token * chosen + i
-        expert = refs.choice[at]
+        expert = refs.choice[lax.div(at, _SIDE), lax.rem(at, _SIDE)]
         is_here = expert != _NOBODY
         own = jnp.where(is_here, expert, 0)
         row = refs.first[own] + refs.before[own]
@@ -117,54 +120,76 @@ def _arrange(refs: Any, chosen: int) -> None:
 
 def _count(refs: Any, first_choice: jax.Array) -> None:
     """Count who chose each expert, all of them and those before the token."""
-    for begin in _blocks(refs.count):
+
+    def count(begin: jax.Array) -> None:
         expert = _index(0) + begin
-        total = _zeros()
-        for at in _blocks(refs.choice):
-            choice = load(refs.choice.at[pl.ds(at, _SIDE)], _COLUMNS)
-            counts = jnp.where(_index(1) + at < first_choice, 1 + (1 << _SHIFT), 1)  # [64, 64]
-            total += jnp.where(_across(choice) == expert, counts, 0).sum(axis=1)  # [64]
+
+        def add(at: jax.Array, total: jax.Array) -> jax.Array:
+            choice = load(refs.choice.at[lax.div(at, _SIDE)], _COLUMNS)
+            counts = jnp.where(_index(1) + at < first_choice, 1 + (1 << _SHIFT), 1)
+            return total + jnp.where(_across(choice) == expert, counts, 0)  # [64, 64]
+
+        total = _over_blocks(refs.choice.size, add, _zeros()).sum(axis=1)  # [64]
         store(refs.before.at[pl.ds(begin, _SIDE)], total >> _SHIFT)
         store(refs.count.at[pl.ds(begin, _SIDE)], total & ((1 << _SHIFT) - 1))
+
+    _for_blocks(refs.count.size, count)
     plgpu.commit_smem()
 
 
 def _sum_up(refs: Any) -> None:
     """Find each expert's first row, and how many experts up to it have rows."""
-    for begin in _blocks(refs.count):
+
+    def sum_up(begin: jax.Array) -> None:
         expert = _index(0) + begin
-        first, upto = _zeros(), _zeros()
-        for at in _blocks(refs.count):
+
+        def add(at: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             other, count = _index(1) + at, load(refs.count.at[pl.ds(at, _SIDE)], _COLUMNS)
             rows = (count + (ROW_GROUP - 1)) & -ROW_GROUP
-            first += jnp.where(other < expert, _across(rows), 0).sum(axis=1)
-            upto += jnp.where(other <= expert, _across(jnp.minimum(count, 1)), 0).sum(axis=1)
-        store(refs.first.at[pl.ds(begin, _SIDE)], first)
-        store(refs.upto.at[pl.ds(begin, _SIDE)], upto)
+            first = jnp.where(other < expert, _across(rows), 0)
+            upto = jnp.where(other <= expert, _across(jnp.minimum(count, 1)), 0)
+            return sums[0] + first, sums[1] + upto
+
+        first, upto = _over_blocks(refs.count.size, add, (_zeros(), _zeros()))
+        store(refs.first.at[pl.ds(begin, _SIDE)], first.sum(axis=1))
+        store(refs.upto.at[pl.ds(begin, _SIDE)], upto.sum(axis=1))
+
+    _for_blocks(refs.count.size, sum_up)
     plgpu.commit_smem()
 
 
 def _list_tiles(refs: Any) -> None:
     """Write the tiles: number i is that of the expert with rows up to which there are i + 1."""
-    for begin in _blocks(refs.count):
+
+    def list_tiles(begin: jax.Array) -> None:
         number = _index(0) + begin
-        expert, first, rows = _zeros(), _zeros(), _zeros()
-        for at in _blocks(refs.count):
+
+        def add(at: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             part = pl.ds(at, _SIDE)
             upto, starts, count = (_across(load(ref.at[part], _COLUMNS)) for ref in (refs.upto, refs.first, refs.count))
             is_its = (upto == number + 1) & (count > 0)
-            expert += jnp.where(is_its, _index(1) + at, 0).sum(axis=1)
-            first += jnp.where(is_its, starts, 0).sum(axis=1)
-            rows += jnp.where(is_its, count, 0).sum(axis=1)
+            found = (_index(1) + at, starts, count)
+            return tuple(total + jnp.where(is_its, each, 0) for total, each in zip(sums, found, strict=True))
+
+        expert, first, rows = (
+            total.sum(axis=1) for total in _over_blocks(refs.count.size, add, (_zeros(), _zeros(), _zeros()))
+        )
         part = pl.ds(begin, _SIDE)
         upto = load(refs.upto.at[part], _ROWS)
         for name, values in {"expert": expert, "first": first, "rows": rows, "end": upto}.items():
             store(getattr(refs, f"tile_{name}").at[part], values)
 
+    _for_blocks(refs.count.size, list_tiles)
 
-def _blocks(ref: Any) -> range:
-    """Return where the blocks of an array begin."""
-    return range(0, ref.shape[0], _SIDE)
+
+def _for_blocks(size: int, run: Callable[[jax.Array], None]) -> None:
+    """Run for where each block of an array begins."""
+    _over_blocks(size, lambda at, _: run(at), None)
+
+
+def _over_blocks(size: int, add: Callable[[jax.Array, Any], Any], sums: Any) -> Any:
+    """Add to sums for where each block of an array begins, in a loop: code that runs once has to be loaded first."""
+    return lax.fori_loop(0, size // _SIDE, lambda i, sums: add(i * _SIDE, sums), sums)
 
 
 def _index(dimension: int) -> jax.Array:
@@ -178,5 +203,5 @@ def _across(values: jax.Array) -> jax.Array:
 
 
 def _zeros() -> jax.Array:
-    """Return a number for each row of a block."""
-    return plgpu.layout_cast(jnp.zeros(_SIDE, jnp.int32), _ROWS)
+    """Return a block of zeros."""
+    return plgpu.layout_cast(jnp.zeros((_SIDE, _SIDE), jnp.int32), plgpu.Layout.WGMMA)

@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_calls import Sizes, check_rows, exact, random_call, random_choices
+from expert_calls import Sizes, check_choice, check_rows, exact, random_call, random_choices, random_scores
 
 if not hasattr(plgpu, "InterpretGPUParams"):
     pytest.skip(
@@ -20,7 +20,7 @@ from simulator import read
 
 from codec_jax.nnx import expert_products
 from codec_jax.nnx.expert_products import map_tokens
-from pallas_kernels.hopper import arrange, experts, grouped
+from pallas_kernels.hopper import arrange, choose, experts, grouped
 
 GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=2)
 
@@ -44,7 +44,7 @@ class Interpreted:
 
 @pytest.fixture(autouse=True)
 def _interpreted_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for kernel in (arrange, grouped):
+    for kernel in (arrange, choose, grouped):
         monkeypatch.setattr(kernel, "plgpu", Interpreted())
     monkeypatch.setattr(expert_products.jax, "devices", lambda: [GPU])
     experts.map_rows.clear_cache()
@@ -73,6 +73,16 @@ def test_interpreted_tokens_get_their_rows_without_races(
         x, expert = random_choices(*sizes, seed)
         check_rows(x, expert, sizes[1], arrange.arrange(x, jnp.asarray(expert), sizes[1]))
     assert RACE not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [(8, 128, 8), (3, 32, 5), (6, 64, 1)], ids=str)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_interpreted_kernel_chooses_the_greatest_scores(sizes: tuple[int, int, int], normalised: bool) -> None:
+    tokens, num_experts, chosen = sizes
+    for seed in range(3):
+        scores = random_scores(tokens, num_experts, seed, jnp.bfloat16)
+        made = choose.choose.__wrapped__(scores, chosen=chosen, normalised=normalised)
+        check_choice(scores, chosen, normalised, made)
 
 
 def test_a_missing_wait_is_a_race(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from codec_jax.nnx import expert_products
+from codec_jax.nnx import DecoderConfig, Mixture, expert_products
 from codec_jax.nnx.expert_products import Chosen, Weights, map_tokens
+from codec_jax.nnx.experts import Experts
+from codec_jax.nnx.parallel import Parallel
 from pallas_kernels.hopper import experts
 
 GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=132)
@@ -62,6 +65,22 @@ def test_a_mixture_lowers_for_cuda_as_three_kernels_without_sorts_and_loops(
 def test_more_than_one_launch_arranges_takes_two_kernels_after_those_of_xla(sizes: tuple[int, ...]) -> None:
     text = lower(sizes, False, jnp.bfloat16, "silu").as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+@pytest.mark.parametrize(("of_each_group", "differentiable", "kernels"), [(1, False, 4), (2, False, 3), (1, True, 0)])
+def test_a_router_chooses_by_a_kernel_unless_experts_have_groups_or_are_trained(
+    of_each_group: int, differentiable: bool, kernels: int
+) -> None:
+    mixture = Mixture(32, 4, 64, groups=of_each_group, groups_per_token=1)
+    config = DecoderConfig(8, 64, 64, 1, 2, 1, 32, mixture=mixture)
+
+    def run(x: Any) -> Any:
+        return Experts(config, mixture, nnx.Rngs(0)).decode(x, Parallel(differentiable=differentiable))
+
+    text = jax.jit(run).trace(jax.ShapeDtypeStruct((3, 1, 64), config.dtype)).lower(lowering_platforms=("cuda",))
+    assert text.as_text().count("stablehlo.custom_call @mosaic_gpu") == kernels
+    assert ("top_k" in text.as_text()) is (kernels < 4)
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
