@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
+from codec_jax.nnx import validate
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.params import SamplingParams
 from codec_jax.nnx.request import Request, Update
@@ -170,7 +171,7 @@ def generate(
     """
     requests: list[Request] = []
     with _aborting(self, requests):
-        for i, prompt in enumerate(_several("prompts", prompts)):
+        for i, prompt in enumerate(validate.several("prompts", prompts)):
             with naming_prompt(f"prompts[{i}]"):
                 requests += self.submit_samples(prompt, samples, params)
         _finish_all(self, requests)
@@ -195,7 +196,7 @@ def score(
     >>> logprobs.shape
     (2,)
     """
-    prompts, completions = _several("prompts", prompts), _several("completions", completions)
+    prompts, completions = validate.several("prompts", prompts), validate.several("completions", completions)
     if len(prompts) != len(completions):
         raise ValueError(f"completions: expected one for each of {len(prompts)} prompts, got {len(completions)}")
     params = SamplingParams(max_tokens=0, prompt_logprobs=True)
@@ -247,16 +248,6 @@ def naming_prompt(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(re.sub(r"\bprompt(?=[:\[])", name, str(error))) from error
-
-
-def _several(name: str, given: Any) -> list[Any]:
-    """Return a list of prompts or completions. Raises ValueError for what is a single one, or none."""
-    if isinstance(given, str) or not np.iterable(given):
-        raise ValueError(f"{name}: expected a list with one for each request, got {given!r:.80}; write [{given!r:.80}]")
-    listed = list(given)
-    if listed and isinstance(listed[0], int | np.integer):
-        raise ValueError(f"{name}: expected lists of token ids, got token ids; write [[...]] for a single one")
-    return listed
 
 
 @contextmanager

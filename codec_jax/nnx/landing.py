@@ -145,10 +145,9 @@ def finish(request: Request, reason: FinishReason) -> None:
 
 def _accepted(request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
     """Return those of newly drawn tokens that belong to a request, and why it ends with them, if it does."""
-    if request.matcher is not None and request.matcher.is_stopped():
+    is_stopped = request.matcher is not None and request.matcher.is_stopped()
+    if is_stopped or (request.tokens and request.tokens[-1] in request.params.stop_tokens):
         return [], "stop"  # what a fork began with has ended it
-    if request.tokens and request.tokens[-1] in request.params.stop_tokens:
-        return [], "stop"  # likewise
     stop = tokens[-1] in request.params.stop_tokens
     if request.stream is not None:
         request.stream.push(tokens[: -1 if stop else None])

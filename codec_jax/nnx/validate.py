@@ -1,4 +1,4 @@
-"""Checks of what the sampler is asked to do; each error names the argument, what was expected, and what came."""
+"""Checks of what sampler and engine are asked to do: errors name the argument, what was expected, and what came."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,19 +18,25 @@ def prompts(given: Any, max_context: int, vocab_size: int) -> list[Int[np.ndarra
 
     Raises ValueError for none, or one that is empty, too long or no tokens.
     """
-    if not np.iterable(given):
-        raise ValueError(f"prompts: expected lists of token ids, got {given!r}")
-    listed = list(given)
+    listed = several("prompts", given)
     if not listed:
         raise ValueError("prompts: expected at least one prompt, got none")
-    if isinstance(listed[0], int | np.integer):
-        raise ValueError("prompts: expected lists of token ids, got token ids; write [prompt] for a single one")
     arrays = [checks.int_vector(f"prompts[{i}]", prompt) for i, prompt in enumerate(listed)]
     for i, tokens in enumerate(arrays):
         if not 0 < len(tokens) <= max_context:
             raise ValueError(f"prompts[{i}]: expected 1 to max_context = {max_context} tokens, got {len(tokens)}")
         checks.tokens(f"prompts[{i}]", tokens, vocab_size)
     return arrays
+
+
+def several(name: str, given: Any) -> list[Any]:
+    """Return a list of prompts or completions. Raises ValueError for what is a single one, or none."""
+    if isinstance(given, str) or not np.iterable(given):
+        raise ValueError(f"{name}: expected a list with one for each request, got {given!r:.80}; write [{given!r:.80}]")
+    listed = list(given)
+    if listed and isinstance(listed[0], int | np.integer):
+        raise ValueError(f"{name}: expected lists of token ids, got token ids; write [[...]] for a single one")
+    return listed
 
 
 def count(requests: int, max_requests: int) -> None:
