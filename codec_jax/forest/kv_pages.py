@@ -18,7 +18,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
-from codec_jax.forest.token_slots import both_in_bounds, copied, copied_scales, in_bounds, stored, stored_scales
+from codec_jax.forest.token_slots import (
+    both_in_bounds,
+    copied,
+    copied_scales,
+    counted,
+    in_bounds,
+    stored,
+    stored_scales,
+)
 
 #: Of a token's scale: times weights it is a number of float16 in kernels.
 MAX_SCALE = 32.0
@@ -191,7 +199,7 @@ class KVPages:
             value, large_values = _quantise(value, scales[1], self.key.dtype)
             is_stored = (where < math.prod(self.key.shape[:2]))[..., None, None]
             counts = ((large & is_stored).sum(dtype=jnp.int32) for large in (large_keys, large_values))
-            quantisation = quantisation._replace(saturated=quantisation.saturated + sum(counts))
+            quantisation = quantisation._replace(saturated=counted(quantisation.saturated, *counts))
         value = finite(value, self.value.dtype)
         pages = KVPages(stored("key", self.key, where, key), stored("value", self.value, where, value), quantisation)
         if quantisation is None or not quantisation.is_by_token:

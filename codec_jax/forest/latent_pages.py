@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from codec_jax import checks
 from codec_jax.forest.kv_pages import KVPages, finite
-from codec_jax.forest.token_slots import both_in_bounds, copied, in_bounds, stored
+from codec_jax.forest.token_slots import both_in_bounds, copied, counted, in_bounds, stored
 
 #: Numbers of a latent of one byte a number that have a scale of their own.
 SCALED_TOGETHER = 128
@@ -146,7 +146,7 @@ class LatentPages:
             quantisation=LatentQuantisation(
                 stored("rows", quantisation.scale, where, scale),
                 stored("rows", quantisation.rotated, where, jnp.where(is_whole, rotated, jnp.nan)),
-                quantisation.saturated + (large & is_stored).sum(dtype=jnp.int32),
+                counted(quantisation.saturated, (large & is_stored).sum(dtype=jnp.int32)),
             ),
         )
 

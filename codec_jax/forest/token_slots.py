@@ -24,6 +24,12 @@ def in_bounds(name: str, slots: HostOrDevice) -> Int[Array, "B T"]:
     return jnp.where(slots < 0, NO_SLOT, slots)
 
 
+def counted(so_far: Int[Array, " devices"], *more: Int[Array, ""]) -> Int[Array, " devices"]:
+    """Add counts to those so far; from the greatest int32 on there are no more."""
+    total = so_far + sum(more)
+    return jnp.where(total < so_far, jnp.iinfo(jnp.int32).max, total)
+
+
 def stored(
     name: str, pages: Float[Array, "num_pages page_size K H"], slots: Int[Array, "B T"], rows: Float[Array, "B T K H"]
 ) -> Float[Array, "num_pages page_size K H"]:

@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
@@ -199,8 +200,8 @@ class AsyncEngine(Generic[EngineT]):
         Args:
           function: as in `call`; returns requests that are not followed yet.
 
-        Raises what `call` raises; TypeError for what are no requests, ValueError for those that are followed or come
-        twice. Others among them are aborted then.
+        Raises what `call` raises; TypeError for what are no requests, ValueError for those that are followed, come
+        twice, or are another engine's. Others among them are aborted then.
         """
         following = Following(self)
 
@@ -212,9 +213,14 @@ class AsyncEngine(Generic[EngineT]):
                 for number, each in enumerate(requests)
                 if isinstance(each, Request) and each not in self._told
             }
-            if not isinstance(given, Iterable) or len(new) < len(requests):
+            try:
+                if not isinstance(given, Iterable) or len(new) < len(requests):
+                    self._refuse(given, requests)
+                for each in new:
+                    engine._check_own(each)
+            except (TypeError, ValueError):
                 _abort(engine, new)
-                self._refuse(given, requests)
+                raise
             following.requests = requests
             self._told |= new
 
@@ -328,4 +334,5 @@ class AsyncEngine(Generic[EngineT]):
 
 def _abort(engine: Serving, requests: Iterable[Request]) -> None:
     for request in requests:
-        engine.abort(request)
+        with suppress(ValueError):  # of one that is another engine's
+            engine.abort(request)

@@ -105,9 +105,11 @@ def fork(
         the fork: without the same stop tokens, stop strings and matcher it goes on.
       on_update: as in `submit`.
 
-    Raises ValueError for `max_tokens` that are used up, and what `submit` raises.
+    Raises ValueError for `max_tokens` that are used up, or a request of an engine with a larger vocabulary, and what
+    `submit` raises.
     """
     checks.instance("request", request, Request)
+    checks.tokens("request", request.context, self.config.vocab_size)
     checks.function("on_update", on_update)
     if params is None:
         # Another one for each fork, also of a fork; those of samples, which are consecutive, hardly ever.

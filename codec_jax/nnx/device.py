@@ -78,6 +78,7 @@ class Device:
         no_words = np.zeros((self._rows, num_words(model.config.vocab_size)), np.uint32)
         self._nothing_allowed = everywhere(model.mesh, no_words)
         self._allocate()
+        self._is_in_doubt = False
 
     def _allocate(self) -> None:
         sizes = self._num_pages, self._page_size, self._reconstructed_pages, self._windowed_pages
@@ -92,10 +93,20 @@ class Device:
         self._carried = everywhere(self._model.mesh, carried)
 
     def restart(self) -> None:
-        """Allocate anew if a step took the arrays, and gave none back."""
-        self.copies = self._intervals.no_copies
-        if any(array.is_deleted() for array in jax.tree.leaves((self._pages, self._carried))):
+        """Nothing is known of the arrays: a step took them and gave none back, or it gave some back and then failed."""
+        self.copies, self._is_in_doubt = self._intervals.no_copies, True
+
+    def _make_sure(self) -> None:
+        """Allocate anew, after a restart, what holds no numbers. It waits for them, so that is for the next step."""
+        arrays = self._pages, self._carried
+        try:
+            if self._is_in_doubt:
+                jax.block_until_ready(arrays)
+        except Exception:  # that of the step, of whatever kind it was, or that they are deleted
+            for array in jax.tree.leaves(arrays):
+                array.delete()
             self._allocate()
+        self._is_in_doubt = False
 
     def placed(self, model: Decoder | PlacedDecoder) -> PlacedDecoder:
         """Return the weights of a model as they are kept here. Raises ValueError for those of another model."""
@@ -107,6 +118,7 @@ class Device:
 
     def warm_up(self, cache: PrefixCache) -> None:
         """Compile all programs, and run each with nothing to do."""
+        self._make_sure()
         nothing = Step([], {}, {}, [])
         drawing, _ = self._drawing(nothing, cache, None, behind=False)
         drawings = [drawing]
@@ -136,6 +148,7 @@ class Device:
 
     def dispatch(self, step: Step, cache: PrefixCache, *, behind: bool) -> Outcome:
         """Run a step, and return before it has finished; `behind` says that the one before has not landed."""
+        self._make_sure()
         chunks, turns = None, self._turns(max(step.drawing.values(), default=0))
         if step.pieces:
             turns = 1

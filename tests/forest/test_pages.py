@@ -190,6 +190,14 @@ def test_pages_of_one_byte_hold_numbers_over_their_scale_and_count_what_is_too_l
     np.testing.assert_array_equal(moved.value[0, 3], after.value[1, 1])
 
 
+@pytest.mark.parametrize("before", [2**31 - 65, 2**31 - 64, 2**31 - 1])
+def test_what_is_too_large_is_counted_up_to_the_greatest_count(before):
+    quantisation = Quantisation.of(1)._replace(saturated=jnp.asarray([before], jnp.int32))
+    pages = KVPages.zeros(1, 8, 1, 64, jnp.float8_e4m3fn, quantisation=quantisation)
+    after = pages.write(np.asarray([[0]]), jnp.full((1, 1, 1, 64), 1e9), jnp.zeros((1, 1, 1, 64)))
+    assert after.quantisation.saturated.tolist() == [2**31 - 1]
+
+
 @pytest.mark.parametrize("page_size", [8, 24])
 def test_pages_of_one_byte_with_scales_by_token_hold_rows_of_any_size(page_size):
     """Each number to 4 significant bits of its own, or to 2^-9 of the smallest that its row's scale leaves."""

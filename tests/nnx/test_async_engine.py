@@ -117,6 +117,28 @@ def test_what_is_followed_and_is_no_request_is_refused_and_nobody_else_suffers(e
     assert asyncio.run(main()) == dense.greedy(PROMPTS[0], 20)
 
 
+def test_a_request_of_another_engine_is_not_followed_and_nobody_else_suffers(
+    engine: Engine, fresh: Engine, dense: Dense
+) -> None:
+    async def main() -> list[int]:
+        async with AsyncEngine(engine) as serving:
+            other = await serving.submit(PROMPTS[0], greedy(20))
+            own: list[Request] = []
+
+            def submit(engine: Engine) -> list[Request]:
+                own.append(engine.submit(PROMPTS[1], greedy(20)))
+                return [foreign, *own]
+
+            with pytest.raises(ValueError, match=r"^request: expected one of this engine's, got Request"):
+                await serving.follow(submit)
+            assert own[0].finish_reason == "abort"
+            return [token async for _, update in other for token in update.tokens]
+
+    foreign = fresh.submit(PROMPTS[1], greedy(4))
+    assert asyncio.run(main()) == dense.greedy(PROMPTS[0], 20)
+    assert not foreign.finished
+
+
 def test_a_request_has_one_follower_and_a_follower_one_task(engine: Engine, dense: Dense) -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:

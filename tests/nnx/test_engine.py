@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CONTEXT, DOCUMENT, LONG, PAGE_SIZE, PROMPTS, QUESTIONS, VOCAB, Dense, Setup, small_tiles
@@ -167,6 +168,12 @@ def test_what_is_no_function_is_refused(engine: Engine) -> None:
         engine.fork(source, on_update=1)
     run(engine)
     assert_no_page_leaked(engine)
+
+
+def test_tokens_of_a_larger_vocabulary_are_not_forked(engine: Engine) -> None:
+    other = Request(0, np.array([1, VOCAB]), greedy(4), None)
+    with pytest.raises(ValueError, match=rf"^request: expected tokens in \[0, {VOCAB}\), got request\[1\] = {VOCAB}$"):
+        engine.fork(other)
 
 
 def test_what_ended_a_request_ends_its_fork_or_is_left_out(engine: Engine, dense: Dense) -> None:
@@ -604,6 +611,33 @@ def test_an_interruption_costs_only_time(
         assert_alone(request, dense)
     assert engine._scheduler.cache.match(DOCUMENT).length == len(DOCUMENT)
     engine.unpin(pin)
+
+
+def test_a_step_that_fails_after_it_was_dispatched_costs_only_time(engine: Engine, dense: Dense) -> None:
+    """What it gave back is not deleted, and nobody can have its numbers."""
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("a device that fails")
+
+    @jax.jit
+    def slow(x: Any) -> Any:  # what waits for it is dispatched before it fails
+        return jax.lax.fori_loop(0, 50, lambda _, x: x @ x / 1e3, x)
+
+    @jax.jit
+    def failing(x: Any, late: Any) -> Any:
+        number = jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), late[0, 0])
+        return jax.tree.map(lambda x: x + number.astype(x.dtype), x)
+
+    first, second = engine.submit(PROMPTS[0], greedy()), engine.submit(PROMPTS[1], greedy())
+    engine.step()
+    engine.step()
+    engine._device._pages = failing(engine._device._pages, slow(jnp.ones((1000, 1000))))
+    assert not any(array.is_deleted() for array in jax.tree.leaves(engine._device._pages))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a device that fails"):
+        run(engine)
+    run(engine)
+    for request in (first, second):
+        assert_alone(request, dense)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
