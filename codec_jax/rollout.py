@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,15 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from codec_jax import checks
 from codec_jax.arrays import Integers
-from codec_jax.forest import NO_SLOT, LatentPages, Pages
 from codec_jax.mesh import CONTEXT, TENSOR
-from codec_jax.nnx.batch import Scoring
 from codec_jax.nnx.decoder import Decoder
-from codec_jax.nnx.dense_attention import dense_attention
 from codec_jax.nnx.engine import Engine
-from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
-from codec_jax.nnx.parts import add_and_norm
+from codec_jax.nnx.policy import Policy as Policy
 from codec_jax.nnx.replicas import replicated
 from codec_jax.nnx.request import Request
 from codec_jax.nnx.weights import split
@@ -46,98 +41,6 @@ except ModuleNotFoundError as error:
     if error.name != "tunix":
         raise
     BaseRollout = object  # a policy needs no Tunix; a rollout says what is missing
-
-
-class DenseCache(NamedTuple):
-    """K and V of a policy that Tunix samples from itself: every request has one page, of the cache's whole size."""
-
-    pages: tuple[Pages, ...]  # of each layer
-    length: Int[Array, ""]  # tokens in each page
-
-
-class Policy(Decoder):
-    """A decoder as Tunix calls models: its trainers, its dense log-probabilities, and its own sampler.
-
-    >>> from codec_jax.rollout import Policy
-    >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-    >>> policy = Policy.of(Decoder(config, nnx.Rngs(0)))
-    >>> causal = jnp.tril(jnp.ones((1, 3, 3), bool))
-    >>> logits, _ = policy(jnp.asarray([[1, 2, 3]]), jnp.arange(3)[None], None, causal)
-    >>> logits.shape
-    (1, 3, 64)
-    """
-
-    @classmethod
-    def of(cls, decoder: Decoder) -> Policy:
-        """Make a policy that begins with a decoder's weights, which are not copied; training leaves the decoder alone.
-
-        Args:
-          decoder: such as one that `open_checkpoint` loads.
-
-        >>> from codec_jax.rollout import Policy
-        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-        >>> Policy.of(Decoder(config, nnx.Rngs(0))).config.vocab_size
-        64
-        """
-        checks.instance("decoder", decoder, Decoder)
-        policy = nnx.eval_shape(lambda: cls(decoder.config, nnx.Rngs(0)))
-        nnx.update(policy, nnx.state(decoder))
-        return policy
-
-    def init_cache(self, batch_size: int, cache_size: int, dtype: DTypeLike) -> DenseCache:
-        """Return an empty cache.
-
-        Args:
-          batch_size: requests (B).
-          cache_size: tokens of each.
-          dtype: of K and V.
-
-        >>> from codec_jax.rollout import Policy
-        >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
-        >>> Policy(config, nnx.Rngs(0)).init_cache(2, 100, jnp.float32).pages[0].key.shape
-        (2, 100, 2, 16)
-        """
-        # Numbers of one byte would need their scales in dense attention, too.
-        pages = replace(self.config, dtype=dtype, kv_dtype=None, kv_scales=None).new_cache(batch_size, cache_size)
-        return DenseCache(pages, jnp.zeros((), jnp.int32))
-
-    def __call__(  # type: ignore[override]
-        self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        cache: DenseCache | None,
-        attention_mask: Bool[Array, "B T S"],
-    ) -> tuple[Float[Array, "B T V"], DenseCache | None]:
-        """Logits of every position by dense attention to what a mask allows.
-
-        Args:
-          tokens: [B, T], token ids.
-          positions: [B, T], of the tokens; padding does not count.
-          cache: of what came before; None if nothing did.
-          attention_mask: [B, T, S], true for the tokens to attend to, of the T, or of the cache with them.
-
-        Returns logits [B, T, V], float32, and the cache with the tokens.
-        """
-        batch, count = tokens.shape
-        given = self.init_cache(batch, count, self.config.dtype) if cache is None else cache
-        row, token = (jnp.arange(size, dtype=jnp.int32) for size in (batch, count))
-        room = given.pages[0].key.shape[1]
-        place = given.length + token[None]
-        slots = jnp.where(place < room, row[:, None] * room + place, NO_SLOT)
-
-        def attend(query: Array, pages: Pages, scoring: Scoring) -> Array:
-            if isinstance(pages, LatentPages):
-                key = value = pages.rows(slice(None)).astype(query.dtype)
-            else:
-                key, value = pages.key.astype(query.dtype), pages.value.astype(query.dtype)
-            return dense_attention(query, key, value, positions, scoring, attention_mask)
-
-        x, update, written, alone = self.embed(tokens), None, [], Parallel(differentiable=True)
-        for block, pages in zip(self.blocks, given.pages, strict=True):
-            x, update, pages = block.decode(x, update, positions, slots, pages, attend, alone)
-            written.append(pages)
-        _, hidden = add_and_norm(alone, x, update, self.norm)
-        return self.logits(hidden), None if cache is None else DenseCache(tuple(written), given.length + count)
 
 
 class EngineRollout(BaseRollout):

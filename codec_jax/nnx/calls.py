@@ -207,8 +207,9 @@ def score(
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             given = tokens_of(self, f"prompts[{i}]", prompt)
             tokens = np.concatenate([given, tokens_of(self, f"completions[{i}]", completion)])
-            requests.append(Request(next(self._ids), tokens, params, scored_from=len(given) - 1))
-            self._submit(requests[-1])
+            request = Request(next(self._ids), tokens, params, scored_from=len(given) - 1)
+            with naming_prompt(f"prompts[{i}]"):
+                requests.append(self._submit(request))
         _finish_all(self, requests)
     for request in requests:
         if request.error is not None:

@@ -181,8 +181,9 @@ class Device:
             first[running.row] = token
         rows = [running.row for running in step.drawing]
         forest = cache.view(rows, node_capacity=_nodes(self._rows), page_capacity=self._num_pages)
-        written = np.zeros(0, int) if chunks is None else chunks.forest.slots(self._chunk_tokens)[chunks.store]
-        kept = _kept(cache)
+        written, kept = np.zeros(0, int), _kept(cache)
+        if chunks is not None and self._reconstructed_pages:
+            written = chunks.forest.slots(self._chunk_tokens)[chunks.store]
         planned = self._intervals.plan_decoding(forest, self._blocks, self.copies, written // self._page_size, kept)
         options, places = self._row_options(step), None if kept is None else kept.place
         return Drawing(forest, np.asarray(behind), planned.plan, allowed, first, options, places), planned

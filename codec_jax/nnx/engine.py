@@ -35,6 +35,7 @@ from codec_jax.nnx.landing import begin, failing_alone, fetch, finish, take_scor
 from codec_jax.nnx.memory import pages_of_windows, pages_that_fit
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
+from codec_jax.nnx.pins import pages_beside, pages_unpinned
 from codec_jax.nnx.prefill import chunk_tokens
 from codec_jax.nnx.request import Request
 from codec_jax.nnx.scheduler import PREFILL_TOKENS, STEPS, Scheduler, Step
@@ -206,7 +207,7 @@ class Engine:
             finish(request, "abort")
 
     def pin(self, prompt: str | Integers) -> Request:
-        """Compute a prefix, and keep it in the cache until `unpin`.
+        """Compute a prefix, and keep it in the cache until `unpin`; who goes on from it needs room for the rest only.
 
         Args:
           prompt: as in `submit`.
@@ -215,9 +216,12 @@ class Engine:
         for the requests that there are.
         """
         request = calls.new_request(self, prompt, SamplingParams(max_tokens=0))
-        others = [*self._scheduler.queue, *self._scheduler.inside]
-        largest = max(map(self._pages_alone, others), default=0)
-        room, pages = self._pages_unpinned() - largest, self._pages_alone(request)
+        inside = [*self._scheduler.queue, *self._scheduler.inside]
+        others = [each for each in inside if not each.finished and each not in self._pins]
+        cache = self._scheduler.cache
+        largest = max((pages_beside(each, self._pins, cache, request) for each in others), default=0)
+        left = self._pages_unpinned(request)
+        pages, room = self._pages_unpinned() - left, self._pages_unpinned() - largest
         if pages > room:
             raise ValueError(
                 f"prompt: expected at most {max(room, 0)} pages of {self._page_size} tokens to pin, which leaves room "
@@ -357,19 +361,9 @@ class Engine:
 
     # ------------------------------------------------------------------ on the way in
 
-    def _pages_alone(self, request: Request) -> int:
-        """Count the pages that a request takes if it shares nothing."""
-        return -(-(len(request.prompt) + max(request.params.max_tokens - 1, 0)) // self._page_size)
-
-    def _pages_unpinned(self) -> int:
-        """Count the pages that are not pinned, and will not be when all prefixes to pin are there."""
-        unpinned = int(np.count_nonzero(self._scheduler.cache.pins == 0))
-        coming = [request for request, pages in self._pins.items() if pages is None and not request.finished]
-        if not coming:
-            return unpinned
-        alone = sum(map(self._pages_alone, coming))
-        together, _ = PrefixCache.create(alone, self._page_size, len(coming)).add([each.prompt for each in coming])
-        return unpinned - alone + together.pool.num_free
+    def _pages_unpinned(self, *more: Request) -> int:
+        """Count the pages that are not pinned once all prefixes to pin are there, and more of them."""
+        return pages_unpinned(self._pins, self._scheduler.cache, *more)
 
     def _check_own(self, request: Request) -> None:
         """Raise ValueError for a request that is not finished, and that this engine does not work on."""
@@ -380,7 +374,8 @@ class Engine:
     def _submit(self, request: Request) -> Request:
         params = request.params
         params.check(self.config.vocab_size)
-        total, pages, room = len(request.prompt) + params.max_tokens, self._pages_alone(request), self._pages_unpinned()
+        total, room = len(request.prompt) + params.max_tokens, self._pages_unpinned()
+        pages = pages_beside(request, self._pins, self._scheduler.cache)
         if total > self.max_context:
             raise ValueError(
                 f"prompt: expected at most max_context = {self.max_context} tokens together with max_tokens = "
@@ -389,7 +384,7 @@ class Engine:
         if pages > room:
             raise ValueError(
                 f"prompt: expected at most {room} pages for prompt and max_tokens, which the pool has beside what is "
-                f"pinned, got {pages}; generate fewer tokens, or make the pool larger"
+                f"pinned, got {pages}; generate fewer tokens, unpin others or make the pool larger"
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: expected no stop strings, for the engine has no tokenizer; use stop_tokens")

@@ -474,6 +474,11 @@ def test_a_single_prompt_is_no_list_of_prompts(engine: Engine, single: Any) -> N
         engine.score(single, [[1]])
     with pytest.raises(ValueError, match=r"^completions: expected a list with one for each request"):
         engine.score([[1]], single)
+    with pytest.raises(
+        ValueError, match=rf"^prompts\[1\]: expected at most max_context = {CONTEXT} tokens .*, got 161$"
+    ):
+        engine.score([[1], [1] * CONTEXT], [[2], [2]])
+    run(engine)
     with pytest.raises(ValueError, match=r"^prompts: expected lists of token ids, got token ids; write \[\[...\]\]"):
         engine.generate([1, 2])
     with pytest.raises(TypeError, match=r"^request: expected a Request"):
@@ -526,6 +531,45 @@ def test_a_pin_of_a_text_that_beams_found_takes_no_more_pages_than_it_has_tokens
     [request] = engine.generate([LONG[40:60]], greedy(min(largest, CONTEXT - 20)))
     assert request.finish_reason == "length"
     engine.unpin(pin)
+    assert_no_page_leaked(engine)
+
+
+def test_what_extends_a_pinned_prefix_needs_room_for_the_rest_only(setup: Setup, dense: Dense) -> None:
+    engine = make_engine(setup.dense.model)
+    fillers = leave_pages(engine, 19)
+    prefix = LONG[: 16 * PAGE_SIZE]
+    pin = engine.pin(prefix)
+    for cached in (0, len(prefix)):  # before it is computed, and when it is there
+        assert engine._pages_unpinned() == 3
+        request, fork = engine.submit([*prefix, 5], greedy(3 * PAGE_SIZE)), engine.fork(pin, greedy(9))
+        with pytest.raises(ValueError, match=r"prompt: expected at most 3 pages .* beside what is pinned, got 4;"):
+            engine.submit([*prefix, 5], greedy(3 * PAGE_SIZE + 1))
+        with pytest.raises(ValueError, match=r"prompt: expected at most 3 pages .* beside what is pinned, got 4;"):
+            engine.submit([*prefix[:-1], 5], greedy(2 * PAGE_SIZE + 2))
+        run(engine)
+        assert request.cached_tokens >= cached
+        assert_alone(request, dense)
+        assert_alone(fork, dense)
+    for each in (pin, *fillers):
+        engine.unpin(each)
+    assert_no_page_leaked(engine)
+
+
+def test_pins_that_wait_and_requests_that_are_finished_do_not_count_twice(setup: Setup) -> None:
+    engine = make_engine(setup.dense.model)
+    fillers = leave_pages(engine, 24)
+    engine.abort(engine.submit(LONG[:100], greedy(60)))
+    first = engine.pin(LONG[: 12 * PAGE_SIZE])
+    engine.submit([*LONG[: 12 * PAGE_SIZE], 3], greedy(4))  # which needs a page beside what is pinned
+    with pytest.raises(ValueError, match=r"prompt: expected at most 11 pages of 8 tokens to pin, .* got 12;"):
+        engine.pin(LONG[1 : 1 + 12 * PAGE_SIZE])
+    second = engine.pin(LONG[1 : 1 + 11 * PAGE_SIZE])
+    third = engine.pin(LONG[: 11 * PAGE_SIZE])  # in pages of the first
+    run(engine)
+    assert engine._pages_unpinned() == 1
+    for each in (first, second, third, *fillers):
+        engine.unpin(each)
+    run(engine)
     assert_no_page_leaked(engine)
 
 

@@ -171,8 +171,36 @@ def test_what_a_cache_has_no_room_for_is_nowhere():
     positions, mask = masks_of(tokens)
     _, full = call(*nnx.split(policy), tokens, positions, policy.init_cache(2, 3, jnp.float32), mask)
     one, beyond = tokens[:, :1], np.full((2, 1), 3, np.int32)
-    _, after = call(*nnx.split(policy), one, beyond, full, mask[:, -1:])
+    logits, after = call(*nnx.split(policy), one, beyond, full, mask[:, -1:])
     jax.tree.map(np.testing.assert_array_equal, after.pages, full.pages)
+    assert np.isnan(logits).all()
+    # Of several tokens those that still have a place have logits.
+    first, half = call(
+        *nnx.split(policy), tokens[:, :2], positions[:, :2], policy.init_cache(2, 3, jnp.float32), mask[:, :2]
+    )
+    again, _ = call(*nnx.split(policy), tokens[:, 1:], positions[:, 1:], half, mask[:, 1:])
+    assert np.isfinite(first).all()
+    assert np.isnan(again).all(axis=(0, 2)).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokens": np.zeros(3, np.int32)}, r"tokens: expected shape \[B, T\], got \(3,\)"),
+        ({"positions": np.zeros((2, 2), np.int32)}, r"positions: expected shape \[B = 2, T = 3\], got \(2, 2\)"),
+        ({"mask": np.ones((2, 1, 3, 3), bool)}, r"attention_mask: expected shape \[B = 2, T = 3, S = 3\], got"),
+        ({"mask": np.ones((2, 3, 3), np.float32)}, "attention_mask: expected booleans, .*, got float32"),
+        ({"cache": (2, 2)}, "cache: expected one of 2 requests with room for 3 tokens or more, got one of 2 with 2"),
+        ({"cache": (4, 3)}, "cache: expected one of 2 requests with room for 3 tokens or more, got one of 4 with 3"),
+    ],
+)
+def test_a_policy_says_what_does_not_belong_together(changed, message):
+    policy, tokens = random_policy(0), np.asarray([[3, 4, 5], [6, 7, 8]], np.int32)
+    positions, mask = masks_of(tokens)
+    given = {"tokens": tokens, "positions": positions, "mask": mask} | changed
+    cache = policy.init_cache(*given["cache"], jnp.float32) if "cache" in changed else None
+    with pytest.raises(ValueError, match=f"^{message}"):
+        policy(given["tokens"], given["positions"], cache, given["mask"])
 
 
 def test_a_policy_learns_what_a_decoder_does_and_leaves_it_alone():
