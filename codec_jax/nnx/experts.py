@@ -47,7 +47,7 @@ class Experts(nnx.Module):
     def decode(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"]:
         """Map each token by its experts alone; of several devices each by those that it has, and all shares add up."""
         rows = x.reshape(-1, x.shape[-1])
-        chosen = self._choose(rows, has_kernels=not parallel.differentiable)
+        chosen = self._choose(rows, parallel.has_kernels)
         chosen = chosen._replace(expert=parallel.here(chosen.expert, self.mixture.num_experts))
         run = map_densely if parallel.differentiable else map_tokens
         mapped = run(rows, chosen, self._weights(), self.activation).reshape(x.shape)
