@@ -96,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         access_log=False,
         timeout_graceful_shutdown=ENDING_SECONDS,
     )
+    if app.state.failed:
+        sys.exit("codec_jax.serve: a step of the engine failed, and no calls were taken after that")
 
 
 def _check_free(host: str, port: int) -> None:
@@ -235,9 +237,10 @@ class _Server:
         self._first, self._between = _Histogram(), _Histogram()
 
     @asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         async with self._engine:
             yield
+        app.state.failed = self._engine.failed
 
     async def models(self, request: Request) -> Response:
         self._authorize(request)
@@ -337,7 +340,7 @@ async def _unless_gone(receive: Receive, answer: Coroutine[Any, Any, dict[str, A
 async def _whole(answer: Answer, updates: AsyncIterator[tuple[int, Update]]) -> dict[str, Any]:
     async for _ in updates:
         pass
-    return answer.whole()
+    return await asyncio.to_thread(answer.whole)  # texts of many tokens; others go on meanwhile
 
 
 async def _events(answer: Answer, updates: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[str]:

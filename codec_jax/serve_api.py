@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -24,7 +25,7 @@ from codec_jax.nnx.checkpoint import Checkpoint
 from codec_jax.nnx.params import SamplingParams, check_stop_tokens
 from codec_jax.nnx.replicas import Serving
 from codec_jax.nnx.request import Request, Update
-from codec_jax.nnx.text import AddedText, added_texts, token_ids
+from codec_jax.nnx.text import AddedText, added_texts, special_tokens, token_ids
 
 #: Answers that one body may ask for.
 MAX_SAMPLES, MAX_ANSWERS = 128, 2048
@@ -67,6 +68,11 @@ class Served:
     name: str  # in calls
     checkpoint: Checkpoint
     max_context: int  # tokens of a request
+
+    @cached_property
+    def special_tokens(self) -> frozenset[int]:
+        """Those of the tokenizer that texts do not have."""
+        return special_tokens(self.checkpoint.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -264,6 +270,7 @@ class Answer:
         """
         self._call, self._tokenizer, self._requests = call, served.checkpoint.tokenizer, requests
         self._told = [(0, 0)] * len(requests)  # tokens, and characters of those with log-probabilities
+        self._special = served.special_tokens
         prefix, kind = ("chatcmpl", "chat.completion") if call.chat else ("cmpl", "text_completion")
         kind += ".chunk" if call.chat and call.stream else ""
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
@@ -323,7 +330,8 @@ class Answer:
             chosen.append((one, request.logprobs[at]))
             tops.append(list(zip(others, likely.values(), strict=True)))
             offsets.append(characters)
-            characters += chosen[-1][0].characters
+            if request.tokens[at] not in self._special:  # which the text does not have
+                characters += one.characters
         pairs = list(zip(chosen, tops, strict=True))
         if self._call.chat:
             content = [{**_entry(*one), "top_logprobs": [_entry(*each) for each in top]} for one, top in pairs]

@@ -101,10 +101,11 @@ def forest_attention(
         sees the context before them, itself and its ancestors.
       scale: factor on the scores; defaults to 1 / sqrt(H).
       softcap: bound on the scaled scores s, which become softcap * tanh(s / softcap); None leaves them.
-      sinks: [N], any float dtype: one more logit in the softmax of each q head, neither scaled nor capped, that no
-        value belongs to; None for none.
-      key_scale: [K], any float dtype: factor on the keys of each kv head, for pages of one byte a number (float8_e4m3fn
-        or float8_e5m2; `KVPages.quantisation`); or [num_pages, K, page_size], of each token and kv head. None for 1.
+      sinks: [N], float32, bfloat16 or float16: one more logit in the softmax of each q head, neither scaled nor capped,
+        that no value belongs to; None for none.
+      key_scale: [K], dtype as of sinks: factor on the keys of each kv head, for pages of one byte a number
+        (float8_e4m3fn or float8_e5m2; `KVPages.quantisation`); or [num_pages, K, page_size], of each token and kv head.
+        None for 1.
       value_scale: the same for values. Of each token they are at most 32, and finite also where nobody reads.
       implementation: "mosaic" (kernels for Hopper GPUs: bfloat16 or float16, pages of these if H = V is 64, 256, 512 or
         a multiple of 8 from 72 to 128, or H = 192 and V = 128, of one byte a number if H = V is 64, 128 or 256;

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from codec_jax import checks
 from codec_jax.arrays import HostOrDevice, Integers
+from codec_jax.attention.backends import check_name
 from codec_jax.attention.call import forest_attention
 from codec_jax.attention.plan_cache import CallLayout, PlanCache
 from codec_jax.forest import ONE_BYTE, Forest
@@ -136,10 +137,14 @@ def flash_attn_with_kvcache(
     _check_arrays(q, k_cache, v_cache)
     batch, tokens, num_q_heads, head_dim = q.shape
     causal, window = _window(window_size, attention_chunk, tokens, causal)
+    check_name(implementation)
     cap = checks.number("softcap", 0.0 if softcap is None else softcap) or None
+    if cap is not None and cap < 0:
+        raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
     if sinks is not None:
         sinks = checks.array("sinks", sinks)
         checks.shape("sinks", sinks, nheads=num_q_heads)
+        checks.float_dtype("sinks", sinks.dtype)
     scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
     if block_table is None:
         table, page_size = _consecutive_pages(k_cache.shape, batch, cache_batch_idx)
@@ -150,11 +155,6 @@ def flash_attn_with_kvcache(
         if page_size % 8:
             raise ValueError(f"k_cache: expected a page_block_size that is a multiple of 8, got {page_size}")
     lens = _lengths(cache_seqlens, table, batch, page_size)
-    if not lens.any():
-        empty = jnp.zeros_like(q)
-        nothing = jnp.full(num_q_heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
-        lse = jnp.broadcast_to(nothing[None, :, None], (batch, num_q_heads, tokens))
-        return (empty, lse) if return_softmax_lse else empty
     if (fold := tokens > 1 and not causal) and num_q_heads * tokens > MAX_ROWS:
         raise ValueError(
             f"q: expected at most {MAX_ROWS // num_q_heads} query tokens of {num_q_heads} heads without causal, got "
@@ -163,6 +163,11 @@ def flash_attn_with_kvcache(
     descale = tuple(
         _descale(name, given, k_cache, batch) for name, given in (("k_descale", k_descale), ("v_descale", v_descale))
     )
+    if not lens.any():
+        empty = jnp.zeros_like(q)
+        nothing = jnp.full(num_q_heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+        lse = jnp.broadcast_to(nothing[None, :, None], (batch, num_q_heads, tokens))
+        return (empty, lse) if return_softmax_lse else empty
     layout = CallLayout(
         num_q_heads=num_q_heads * tokens if fold else num_q_heads,
         num_kv_heads=k_cache.shape[2],

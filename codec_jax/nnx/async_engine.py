@@ -164,6 +164,11 @@ class AsyncEngine(Generic[EngineT]):
         if not self._open:
             raise StoppedError("engine: expected calls inside of `async with AsyncEngine(...)`, got one outside")
 
+    @property
+    def failed(self) -> bool:
+        """Whether a step failed, so that no calls are taken any more."""
+        return self._error is not None
+
     async def call(self, function: Callable[[EngineT], Result]) -> Result:
         """Run a function between two steps, such as `lambda engine: engine.pin(prompt)`, and return what it returns.
 
@@ -277,7 +282,7 @@ class AsyncEngine(Generic[EngineT]):
             self._post(lambda engine: _abort(engine, self._told if abort else ()))
 
     def _failure(self) -> StoppedError:
-        error = StoppedError(f"engine: expected steps without errors, got {self._error!r}; make a new engine")
+        error = StoppedError(f"engine: expected steps without errors, got {self._error!r}; serve the engine anew")
         error.__cause__ = self._error
         return error
 
@@ -305,6 +310,8 @@ class AsyncEngine(Generic[EngineT]):
             for call in calls:
                 call(engine)
             followed = {told.following for told in self._told.values()}
+            with suppress(Exception):  # of an engine that cannot do that either
+                _abort(engine, self._told)
             self._told = {}
             self._deliver([(following, self._failure()) for following in followed])
         finally:

@@ -12,6 +12,7 @@ from codec_jax.nnx.checkpoint_rope import read_rope
 from codec_jax.nnx.checkpoint_values import flag, number, require, shown
 from codec_jax.nnx.decoder_config import DecoderConfig, Mixture
 from codec_jax.nnx.fp8 import is_fp8
+from codec_jax.nnx.params import MAX_STOP_TOKENS
 from pallas_kernels import Window
 
 
@@ -195,6 +196,9 @@ def read_stop_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], p
     tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
     if any(type(token) is not int or token < 0 for token in tokens):
         problems.append(f"{name}: expected token ids as eos_token_id, got {shown(given['eos_token_id'])}")
+        return ()
+    if len(tokens) > MAX_STOP_TOKENS:
+        problems.append(f"{name}: expected at most {MAX_STOP_TOKENS} token ids as eos_token_id, got {len(tokens)}")
         return ()
     return tuple(tokens)
 

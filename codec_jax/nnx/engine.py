@@ -41,6 +41,7 @@ from codec_jax.nnx.request import Request
 from codec_jax.nnx.scheduler import PREFILL_TOKENS, STEPS, Scheduler, Step
 from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.stats import Stats, count
+from codec_jax.nnx.text import special_tokens
 
 #: What commands say of their option.
 INVARIANT_HELP = "compute every request as if it were alone, to the last bit, which takes more time"
@@ -168,6 +169,7 @@ class Engine:
         if tokenizer is not None:
             checks.instance("tokenizer", tokenizer, Tokenizer)
         self.config, self.tokenizer = config, tokenizer
+        self._special = frozenset[int]() if tokenizer is None else special_tokens(tokenizer)
         self.max_context = num_pages * page_size if max_context is None else checks.integer("max_context", max_context)
         self._page_size = page_size
         self._chunk_tokens = width = max(chunk_tokens(page_size), 2 * page_size)
@@ -336,7 +338,7 @@ class Engine:
             again = list(self._scheduler.queue)  # callbacks may submit others
             for request in again:  # a landing may have come to any of them halfway
                 with failing_alone(request):
-                    begin(request, self.tokenizer)
+                    begin(request, self.tokenizer, self._special)
             self._news += [request for request in again if request.finished]
             raise
         finally:
@@ -388,7 +390,7 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: expected no stop strings, for the engine has no tokenizer; use stop_tokens")
-        begin(request, self.tokenizer)
+        begin(request, self.tokenizer, self._special)
         self._taken.add(request)
         self._submitted += 1
         self._scheduler.queue.append(request)

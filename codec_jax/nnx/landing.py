@@ -47,7 +47,7 @@ def fetch(step: Step, outcome: Outcome) -> Landed:
     )  # fmt: skip
 
 
-def begin(request: Request, tokenizer: Tokenizer | None) -> None:
+def begin(request: Request, tokenizer: Tokenizer | None, special: frozenset[int]) -> None:
     """Give a request the text and the state of the matcher that belong to its tokens, whatever it had before."""
     params, got = request.params, min(len(request.tokens), len(request.logprobs))
     if params.top_logprobs:
@@ -55,7 +55,7 @@ def begin(request: Request, tokenizer: Tokenizer | None) -> None:
     for of_tokens in (request.tokens, request.logprobs, request.top_logprobs):
         del of_tokens[got:]  # an interruption may come in between
     if tokenizer is not None and params.max_tokens:
-        request.stream = TextStream(tokenizer, params.stop)
+        request.stream = TextStream(tokenizer, params.stop, special=special)
         request.stream.push(request.tokens)
         request.text = request.stream.text
     if params.matcher is not None:

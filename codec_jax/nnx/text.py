@@ -50,6 +50,22 @@ def token_ids(name: str, text: str, tokenizer: Tokenizer, *, special: bool = Tru
         raise ValueError(f"{name}: expected text that the tokenizer takes, got its error: {error}") from error
 
 
+def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the special tokens of a tokenizer, which are left out of texts.
+
+    Args:
+      tokenizer: as `Checkpoint.tokenizer`.
+
+    >>> from codec_jax.nnx.text import special_tokens
+    >>> from tokenizers import Tokenizer, models
+    >>> tokenizer = Tokenizer(models.WordLevel({"one": 0}))
+    >>> tokenizer.add_special_tokens(["<end>"]), special_tokens(tokenizer)
+    (1, frozenset({1}))
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(number for number, token in added.items() if token.special)
+
+
 class TextStream:
     """The text of one request's generated tokens. Special tokens are left out.
 
@@ -66,12 +82,15 @@ class TextStream:
     ('', 'one two one ', True, 5)
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: frozenset[int] | None = None
+    ) -> None:
         r"""Begin a text.
 
         Args:
           tokenizer: as `Checkpoint.tokenizer`.
           stop: strings that end the text, and are not part of it. They may begin and end inside of tokens.
+          special: the tokenizer's special tokens; for many texts ask `special_tokens` once, which may take a while.
 
         Raises TypeError for another tokenizer, ValueError for a stop string that is empty or has a "\ufffd", which
         stands for bytes that are no character.
@@ -87,9 +106,10 @@ class TextStream:
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=1)
         self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(number for number, token in added.items() if token.special)
-        self._returned: list[str] = []
+        self._special = special_tokens(tokenizer) if special is None else special
+        #: All text that was returned so far.
+        self.text = ""
+        self._pieces: list[str] = []  # that are certain, and were not returned yet
         self._held = ""  # certain text that may be the beginning of a stop string
         self._context: list[int] = []  # the last tokens whose text is known, up to half a character
         self._read = 0  # characters of the context that are known
@@ -97,11 +117,6 @@ class TextStream:
         self._run: list[int] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self._tail: str | None = ""  # of the text with the run in it, as long as a stop string; None if it is no text
-
-    @property
-    def text(self) -> str:
-        """All text that was returned so far."""
-        return "".join(self._returned)
 
     def push(self, tokens: Integers) -> str:
         """Take tokens and return the text that is certain by now and was not returned before.
@@ -113,20 +128,25 @@ class TextStream:
         """
         given = checks.int_vector("tokens", tokens)
         checks.each("tokens", given, given >= 0, "token ids of at least 0")
-        before = len(self._returned)
         for token in given.tolist():
             if self.stopped:
                 break
             self.kept_tokens += 1
             self._take(token)
-        return "".join(self._returned[before:])
+        return self._return()
 
     def finish(self) -> str:
         """Return what was held back, as no more tokens come."""
         rest = "" if self.stopped else self._held + self._decode([*self._context, *self._run])[self._read :]
         self._held, self._context, self._read, self._run = "", [], 0, []
-        self._returned.append(rest)
-        return rest
+        self._pieces.append(rest)
+        return self._return()
+
+    def _return(self) -> str:
+        new = "".join(self._pieces)
+        self._pieces.clear()
+        self.text += new
+        return new
 
     def _take(self, token: int) -> None:
         """Add what is certain with this token to the text."""
@@ -142,10 +162,10 @@ class TextStream:
         text = self._held + new
         if found := [at for one in self._stop if (at := text.find(one)) >= 0]:
             self.stopped = True
-            self._returned.append(text[: min(found)])
+            self._pieces.append(text[: min(found)])
         elif byte is None:
             certain = self._certain(text)
-            self._returned.append(text[:certain])
+            self._pieces.append(text[:certain])
             self._held = self._tail = text[certain:]
             self._context = tokens[-_CONTEXT:]
             self._read = len(_whole(self._decode(self._context)))

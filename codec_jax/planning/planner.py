@@ -103,7 +103,8 @@ def make_plan(
         device, where two tiles never do if all tiles have little to read.
       block_capacity: blocks to pad to, so that plans of changing size fit one compiled step; defaults to room for what
         the forest has capacities for. A plan that needs more is padded to the next bucket.
-      segment_capacity: segments to pad to, likewise, if that is more than the policy "aligned" needs.
+      segment_capacity: segments to pad to, likewise, if that is more than the policy "aligned" needs; plans of the
+        policy "invariant" change size as streams grow, and fit one compiled step if this has room for the longest.
       cost_model: what thread blocks take for their work, for heads of this size; defaults to what was measured on the
         device (`CostModel.default`).
       policy: how streams are divided: "aligned" between kv heads, as the "paper" does, or into that many equal slices

@@ -17,7 +17,8 @@ SHARED = 2
 #: A device sends its part to each of the others; XLA's sums send less, and by benchmarks.scaling_model what they take
 #: longer to begin is made up for where this is about as much, on 8 devices.
 _MOST_BYTES = 4 << 20
-#: A thread block waits for the same one of every other device, so all of them have to run at once.
+#: A thread block waits for the same one of every other device. Where all run at once nobody waits for one to begin;
+#: they begin in order, so that more would come to an end, too.
 _MOST_BLOCKS = 1024
 #: The same where one has a row: two of them run on a multiprocessor at once, as threads have up to 255 registers.
 _MOST_ROWS = 2 * 132

@@ -163,6 +163,9 @@ def test_more_rows_without_causal_than_a_tile_can_count_are_refused_by_what_the_
         ({"window_size": 5}, r"^window_size: expected two integers, .*got 5"),
         ({"window_size": (1, 2, 3)}, r"^window_size: expected two integers, .*got \(1, 2, 3\)"),
         ({"softcap": np.ones(2)}, r"^softcap: expected a finite number, got array"),
+        ({"softcap": -1.0}, r"^softcap: expected a positive number or None, got -1.0"),
+        ({"implementation": "fast"}, r"^implementation: expected .*got 'fast'"),
+        ({"sinks": np.ones(4, int)}, r"^sinks: expected float32, bfloat16 or float16, got int"),
         ({"causal": np.ones(2, bool)}, r"^causal: expected True or False, got array"),
         ({"causal": "yes"}, r"^causal: expected True or False, got 'yes'"),
         ({"return_softmax_lse": "no"}, r"^return_softmax_lse: expected True or False, got 'no'"),
@@ -172,9 +175,10 @@ def test_more_rows_without_causal_than_a_tile_can_count_are_refused_by_what_the_
     ],
 )
 def test_values_of_other_kinds_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {**arrays()._asdict(), "block_table": table(2), "cache_seqlens": 50, **changes}
-    with pytest.raises(ValueError, match=message):
-        flash_attn_with_kvcache(**arguments)
+    for tokens in (50, 0):  # of empty caches, too
+        arguments: dict[str, Any] = {**arrays()._asdict(), "block_table": table(2), "cache_seqlens": tokens, **changes}
+        with pytest.raises(ValueError, match=message):
+            flash_attn_with_kvcache(**arguments)
 
 
 @pytest.mark.parametrize("name", ["softcap", "causal"])

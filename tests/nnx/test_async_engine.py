@@ -467,11 +467,13 @@ def test_a_step_that_fails_fails_everybody(fresh: Engine, monkeypatch: pytest.Mo
             await asyncio.sleep(0.01)
             go_on.set()
             for awaitable in (anext(streams[0]), streams[1], pending, serving.submit([3])):
-                with pytest.raises(StoppedError, match=r"no more of it.*; make a new engine") as raised:
+                with pytest.raises(StoppedError, match=r"no more of it.*; serve the engine anew") as raised:
                     await awaitable
                 assert isinstance(raised.value.__cause__, MemoryError)
             with pytest.raises(StopAsyncIteration):
                 await anext(streams[0])
+            assert streams[0].requests[0].finish_reason == "abort"  # nobody computes it where the engine goes on
+            assert serving.failed
 
     asyncio.run(main())
     assert not [thread for thread in threading.enumerate() if thread.name == "codec_jax engine"]

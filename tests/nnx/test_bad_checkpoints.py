@@ -204,6 +204,10 @@ WRONG = {
         change_json("generation_config.json", eos_token_id="</s>"),
         'generation_config.json: expected token ids as eos_token_id, got "</s>"',
     ),
+    "too many stop tokens": (
+        change_json("generation_config.json", eos_token_id=list(range(17))),
+        "generation_config.json: expected at most 16 token ids as eos_token_id, got 17",
+    ),
 }
 
 

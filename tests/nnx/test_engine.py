@@ -799,8 +799,7 @@ def test_an_interruption_tells_nobody_twice_and_of_all_that_fail_to_begin_again(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    def failing(request: Request, tokenizer: Any) -> None:
-        del tokenizer
+    def failing(request: Request, *_: Any) -> None:
         if request is waiting:
             raise ValueError("no text")
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +25,11 @@ import pytest
 from checkpoints import write_checkpoint
 from small_checkpoints import dense_logits
 from starlette.types import Message
+from tokenizers import Tokenizer, models
 
 from codec_jax import serve
-from codec_jax.nnx import Engine, open_checkpoint
-from codec_jax.serve_api import MAX_ANSWERS, MAX_SAMPLES, Refused, Served
+from codec_jax.nnx import Engine, Request, SamplingParams, open_checkpoint
+from codec_jax.serve_api import MAX_ANSWERS, MAX_SAMPLES, Answer, Call, Refused, Served
 
 VOCAB, STOP, CONTEXT, REQUESTS, KEY = 40, 5, 128, 8, "a key of ours"
 RNG = np.random.default_rng(0)
@@ -235,6 +237,19 @@ def test_streams_of_completions_add_up_to_what_comes_at_once(client: openai.Open
         most = [x for one in own for x in one.logprobs.top_logprobs]
         for got, want in zip(most, choice.logprobs.top_logprobs, strict=True):
             assert got == pytest.approx(want, abs=1e-5)
+
+
+def test_offsets_are_those_of_a_text_without_special_tokens() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "two": 1}))
+    tokenizer.add_special_tokens(["<end of thinking>"])
+    params = SamplingParams(max_tokens=4, top_logprobs=1)
+    request = Request(0, np.array([0]), params, tokens=[0, 2, 2, 1], logprobs=[-1.0] * 4, text="one two")
+    call = Call(chat=False, prompts=[([0], params)], samples=1, stream=False, include_usage=False, logprobs=True)
+    served = Served("small", SimpleNamespace(tokenizer=tokenizer), CONTEXT)
+    [choice] = Answer(call, served, [request]).whole()["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert offsets == [0, 3, 3, 3]
+    assert [choice["text"][offsets[i] :].startswith(tokens[i]) for i in (0, 3)] == [True, True]
 
 
 def test_samples_differ_and_seeds_repeat_them(client: openai.OpenAI) -> None:
@@ -597,6 +612,7 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
                 assert json.loads(answer)["error"]["type"] == "server_error"
 
     asyncio.run(main())
+    assert app.state.failed  # which the exit status of the command tells
 
 
 # --- The command -------------------------------------------------------------------------------------------------
