@@ -87,9 +87,9 @@ class Policy(Decoder):
           cache: of what came before; None if nothing did.
           attention_mask: [B, T, S], true for the tokens to attend to, of the T, or of the cache with them.
 
-        Returns logits [B, T, V], float32, and the cache with the tokens; for which it has no room left, those have no
-        numbers as logits. Raises ValueError for shapes that do not belong together, more tokens than the cache is long,
-        or a mask of another dtype.
+        Returns logits [B, T, V], float32, and the cache with the tokens. Tokens past the end of the cache are not
+        stored, and their logits are NaN. Raises ValueError for shapes that do not belong together, more tokens than the
+        whole cache holds, or a mask of another dtype.
         """
         batch, count = checks.shape("tokens", tokens, B=None, T=None).values()
         given = self.init_cache(batch, count, self.config.dtype) if cache is None else cache
