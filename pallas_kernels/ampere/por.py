@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import by_thread, por_rows
+from pallas_kernels import by_thread, por_rows, warp_rows
 from pallas_kernels.ampere import instructions
 from pallas_kernels.by_thread import THREAD, THREADS
 from pallas_kernels.compat import load
@@ -26,7 +26,6 @@ from pallas_kernels.family import Call
 from pallas_kernels.packing import TILE_ROWS, Packing
 from pallas_kernels.por_rows import Merge
 
-_WARPS, _LANES = 4, 32  # of a thread block, and of a warp
 #: Merge groups from which on a thread block has 16 rows, and few partials in flight, rather than 4 and many: the fewer
 #: groups there are, the more partials each has.
 _MANY_GROUPS = 64
@@ -41,13 +40,6 @@ class _Sizes(NamedTuple):
     num_q_heads: int
     num_kv_heads: int
     merge: Merge
-
-
-def _layout(columns: int) -> Any:
-    """Give each row to a warp, and consecutive columns, 128 at a time at most, to its lanes."""
-    of_row = min(columns, 128)
-    tiling = plgpu.Tiling(((_WARPS, of_row), (of_row // _LANES,)))
-    return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
 
 
 def por(
@@ -77,7 +69,7 @@ def por(
         query_tokens=tokens,
         num_q_heads=num_q_heads,
         num_kv_heads=plan.heads.num_kv_heads,
-        merge=Merge(rows, turns, columns, plan.cta_begin.shape[0], _layout(columns)),
+        merge=Merge(rows, turns, columns, plan.cta_begin.shape[0], warp_rows.layout(columns)),
     )
     inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
     names = [*inputs, "out", "max", "sum", "places"]

@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.compat import load, store
 from pallas_kernels.hopper.tiling import SIXTEEN_BITS, why_not_on
 from pallas_kernels.varying import unvaried, vary_like
+from pallas_kernels.warp_rows import WARPS, broadcast, layout
 
 #: Tokens of a thread block, one for each warp.
-_TOKENS = 4
-_LANES = 32
+_TOKENS = WARPS
 #: Experts of which a lane has 1, 2, or a multiple of 4.
 _EXPERTS = (32, 64, 128, 256, 512)
 
@@ -76,27 +76,16 @@ def _choose(scores: Any, experts: Any, shares: Any, *, normalised: bool) -> None
     (tokens, chosen), count = experts.shape, scores.shape[1]
     # The last thread block has tokens of the one before it, too: both write the same.
     own = pl.ds(jnp.minimum(lax.axis_index("tokens") * _TOKENS, tokens - _TOKENS), _TOKENS)
-    left = load(scores.at[own], _spread(count)).astype(jnp.float32)  # [4, E]
-    number = plgpu.broadcasted_iota(jnp.int32, left.shape, 1, layout=_spread(count))
+    left = load(scores.at[own], layout(count)).astype(jnp.float32)  # [4, E]
+    number = plgpu.broadcasted_iota(jnp.int32, left.shape, 1, layout=layout(count))
     greatest = left.max(axis=1)  # [4]
-    powers, everyone = [], jnp.exp(left - _across(greatest, count))
+    powers, everyone = [], jnp.exp(left - broadcast(greatest, 0, count))
     for i in range(chosen):
         best = left.max(axis=1)
-        expert = jnp.where(left == _across(best, count), number, count).min(axis=1)
+        expert = jnp.where(left == broadcast(best, 0, count), number, count).min(axis=1)
         store(experts.at[own, i], expert)
         powers.append(jnp.exp(best - greatest))
-        left = jnp.where(number == _across(expert, count), -jnp.inf, left)
+        left = jnp.where(number == broadcast(expert, 0, count), -jnp.inf, left)
     total = sum(powers) if normalised else everyone.sum(axis=1)
     for i, power in enumerate(powers):
         store(shares.at[own, i], power / total)
-
-
-def _spread(count: int) -> Any:
-    """Return how [4, E] lies over a warpgroup: a row for each warp, numbers side by side for each lane."""
-    width = min(count, 4 * _LANES)
-    return plgpu.Layout.TILED(plgpu.Tiling(((_TOKENS, width), (width // _LANES,))), (-3,), (-2,), -1)
-
-
-def _across(rows: jax.Array, count: int) -> jax.Array:
-    """Repeat a number of each row along the columns, [4, E]."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(rows, (_TOKENS, count), [0]), _spread(count))

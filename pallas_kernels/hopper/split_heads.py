@@ -28,8 +28,7 @@ from pallas_kernels.compat import kernel_on_references, load, store
 from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HeadSizes, Places, Scales
 from pallas_kernels.in_place import run_in_place
 from pallas_kernels.varying import NOWHERE
-
-_LANES = 32  # of a warp
+from pallas_kernels.warp_rows import broadcast, layout
 
 Halves = tuple[jax.Array, jax.Array]
 
@@ -101,7 +100,7 @@ def _split(refs: Any, sizes: HeadSizes, group: Any) -> None:
     first = jnp.minimum(lax.axis_index("rows") * BLOCK_ROWS, total - BLOCK_ROWS)
     rows, head = pl.ds(first, BLOCK_ROWS), lax.axis_index("heads")
     first_key, first_value = own.num_q_heads, own.num_q_heads + own.num_kv_heads
-    spread = _spread(sizes)
+    spread = layout(sizes.half)
 
     def heads_of_all(finish: Callable[[Halves], Halves]) -> list[Halves]:
         """Add up the parts of the head, and finish it; return it, or those of all devices, [4, H / 2] each."""
@@ -150,13 +149,13 @@ class _Turning(NamedTuple):
     @classmethod
     def of(cls, refs: Any, sizes: HeadSizes, rows: Any, scales: str) -> "_Turning":
         """Load it, for queries or for keys."""
-        spread = _spread(sizes)
+        spread = layout(sizes.half)
         cos, sin = load(refs.cos.at[rows], spread), load(refs.sin.at[rows], spread)
         if sizes.norm is None:
             return cls(cos, sin, None, sizes)
         stored = getattr(refs, scales)
         halves = (load(stored.at[half], spread.reduce(0)) for half in range(2))  # [H / 2]
-        left, right = (_broadcast(sizes.norm.factors(half), 1, sizes) for half in halves)
+        left, right = (broadcast(sizes.norm.factors(half), 1, sizes.half) for half in halves)
         return cls(cos, sin, (left, right), sizes)
 
     def turned(self, halves: Halves) -> Halves:
@@ -164,20 +163,9 @@ class _Turning(NamedTuple):
         left, right = halves
         if self.sizes.norm is not None and self.scales is not None:
             mean = (jnp.sum(left * left, axis=1) + jnp.sum(right * right, axis=1)) / self.sizes.head_dim  # [4]
-            factor = _broadcast(lax.rsqrt(mean + self.sizes.norm.epsilon), 0, self.sizes)
+            factor = broadcast(lax.rsqrt(mean + self.sizes.norm.epsilon), 0, self.sizes.half)
             left, right = left * factor * self.scales[0], right * factor * self.scales[1]
         return left * self.cos - right * self.sin, right * self.cos + left * self.sin
-
-
-def _spread(sizes: HeadSizes) -> Any:
-    """Return how [4, H / 2] lies over a warpgroup: a row for each warp, numbers side by side for each lane."""
-    tiling = plgpu.Tiling(((BLOCK_ROWS, sizes.half), (sizes.half // _LANES,)))
-    return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
-
-
-def _broadcast(x: jax.Array, dimension: int, sizes: HeadSizes) -> jax.Array:
-    """Repeat numbers of rows (0) or of columns (1)."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BLOCK_ROWS, sizes.half), [dimension]), _spread(sizes))
 
 
 def _finite(halves: Halves, dtype: Any) -> Halves:

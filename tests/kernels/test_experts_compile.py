@@ -37,5 +37,5 @@ for tokens, count, chosen in (64, 128, 8), (16, 32, 4), (7, 512, 10):
 """
 
 
-def test_the_kernels_compile_without_spills_and_its_products_overlap() -> None:
+def test_the_kernels_compile_without_spills_and_their_products_overlap() -> None:
     check_on_hopper(COMPILE, GPUS["sm_90"].target, kernels=9)
