@@ -194,8 +194,7 @@ def attention_by(
     if quantisation is not None:
         query = query.astype(jnp.float32)  # which products with what latents mean do not round
     scale = None if scale is None else checks.number("scale", scale)
-    if softcap is not None and checks.number("softcap", softcap) <= 0:
-        raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
+    check_softcap(softcap)
     if mesh is not None:
         if quantisation is not None:
             raise ValueError("mesh: expected None for latents of one byte a number; call it inside of jax.shard_map")
@@ -266,6 +265,12 @@ def _refuse(*_: Any) -> NoReturn:
         "forest_attention: expected no derivative, it is for decoding; train with jax.nn.dot_product_attention, or "
         "wrap what goes in in jax.lax.stop_gradient"
     )
+
+
+def check_softcap(softcap: Any) -> None:
+    """Raise ValueError for what is neither a positive number nor None."""
+    if softcap is not None and checks.number("softcap", softcap) <= 0:
+        raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
 
 
 def _check_sinks(sinks: Array, query: Array) -> None:

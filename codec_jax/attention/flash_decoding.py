@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from codec_jax import checks
 from codec_jax.arrays import HostOrDevice, Integers
 from codec_jax.attention.backends import check_name
-from codec_jax.attention.call import forest_attention
+from codec_jax.attention.call import check_softcap, forest_attention
 from codec_jax.attention.plan_cache import CallLayout, PlanCache
 from codec_jax.forest import ONE_BYTE, Forest
 from codec_jax.planning import Plan
@@ -139,8 +139,7 @@ def flash_attn_with_kvcache(
     causal, window = _window(window_size, attention_chunk, tokens, causal)
     check_name(implementation)
     cap = checks.number("softcap", 0.0 if softcap is None else softcap) or None
-    if cap is not None and cap < 0:
-        raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
+    check_softcap(cap)
     if sinks is not None:
         sinks = checks.array("sinks", sinks)
         checks.shape("sinks", sinks, nheads=num_q_heads)

@@ -98,10 +98,11 @@ class Device:
 
     def _make_sure(self) -> None:
         """Allocate anew, after a restart, what holds no numbers. It waits for them, so that is for the next step."""
+        if not self._is_in_doubt:
+            return
         arrays = self._pages, self._carried
         try:
-            if self._is_in_doubt:
-                jax.block_until_ready(arrays)
+            jax.block_until_ready(arrays)
         except Exception:  # that of the step, of whatever kind it was, or that they are deleted
             for array in jax.tree.leaves(arrays):
                 array.delete()

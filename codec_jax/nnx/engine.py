@@ -222,8 +222,8 @@ class Engine:
         others = [each for each in inside if not each.finished and each not in self._pins]
         cache = self._scheduler.cache
         largest = max((pages_beside(each, self._pins, cache, request) for each in others), default=0)
-        left = self._pages_unpinned(request)
-        pages, room = self._pages_unpinned() - left, self._pages_unpinned() - largest
+        unpinned = self._pages_unpinned()
+        pages, room = unpinned - self._pages_unpinned(request), unpinned - largest
         if pages > room:
             raise ValueError(
                 f"prompt: expected at most {max(room, 0)} pages of {self._page_size} tokens to pin, which leaves room "

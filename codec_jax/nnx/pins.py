@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Int
@@ -43,22 +43,17 @@ def pages_unpinned(pins: Pins, cache: PrefixCache, *more: Request) -> int:
       pins, cache, more: as in `pages_beside`.
     """
     unpinned, every = int(np.count_nonzero(cache.pins == 0)), [*_lasting(pins), *more]
-    there = [request for request in every if pins.get(request) is not None]
-    if len(there) == len(every):
+    coming = [request for request in every if pins.get(request) is None]
+    if not coming:
         return unpinned
-    return unpinned + _pages_together(there, cache) - _pages_together(every, cache)
+    # What they take beside those that are there is what they add to a cache of nothing else.
+    size = cache.tree.page_size
+    alone = sum(pages_alone(request, size) for request in every)
+    there, _ = PrefixCache.create(alone, size, len(every)).add([x.prompt for x in every if pins.get(x) is not None])
+    together, _ = there.add([request.prompt for request in coming])
+    return unpinned - (there.pool.num_free - together.pool.num_free)
 
 
 def _lasting(pins: Pins) -> list[Request]:
     """Return what is pinned or will be, without what was aborted before."""
     return [request for request, pages in pins.items() if pages is not None or not request.finished]
-
-
-def _pages_together(requests: Sequence[Request], cache: PrefixCache) -> int:
-    """Count the pages of prefixes that share with each other alone."""
-    if not requests:
-        return 0
-    size = cache.tree.page_size
-    alone = sum(pages_alone(request, size) for request in requests)
-    together, _ = PrefixCache.create(alone, size, len(requests)).add([request.prompt for request in requests])
-    return alone - together.pool.num_free
