@@ -253,7 +253,7 @@ def kernel_times(call: Callable[[], object], flush: Callable[[], object]) -> Tim
 
 
 def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: int, lanes: int) -> CostModel:
-    """Take calls, segments and partials off PAC's times on the grid; what is left are rows over tokens.
+    """Take calls and segments off PAC's times on the grid; what is left are rows over tokens.
 
     POR works for all thread blocks together, after the last of them: what it takes for one row tile is part of the time
     of a call. On the grid it has a merge for each of the `num_ctas` thread blocks. Columns of which a time is missing
@@ -271,22 +271,21 @@ def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: 
         )
 
     pac = {task: measured.pac for task, measured in times.items()}
-    # The cost of a further segment, with one partial and with two.
-    opening = {
-        tiles: (pac[several] - pac[whole]) / (several.segments - 1)
-        for (tiles, several), whole in zip(severals.items(), wholes, strict=True)
-    }
-    merge = max(opening[lanes] - opening[1], 0.0)  # with one lane a segment has one partial: part of its cost
-    segment = max(opening[1] - merge, 0.0)
+    # What a further segment costs, of one tile and of two; more tiles do not make it cheaper, nor does noise.
+    further = [
+        (pac[several] - pac[whole]) / (several.segments - 1)
+        for several, whole in zip(severals.values(), wholes, strict=True)
+    ]
+    segment = np.maximum.accumulate([0.0, *further])[1:]
     # PAC without tokens, by the two smallest numbers of them.
     first, second = (pac[Task(1, n)] for n in tokens[:2])
     empty = first - (second - first) * tokens[0] / (tokens[1] - tokens[0])
-    start = max(min(empty - segment - merge, first), 0.0)
+    start = max(min(empty - segment[0], first), 0.0)
     por, merges = times[ONE_TILE].por, num_ctas - layout.num_kv_heads
     more = statistics.median(times[Task(1, n)].por for n in tokens) - por
 
     def grid(cached: bool) -> np.ndarray:
-        taken_off = start + segment + merge * np.arange(1, lanes + 1)[:, None]
+        taken_off = start + segment[:, None]
         values = np.asarray([[pac[Task(tiles, n, cached)] for n in tokens] for tiles in all_tiles]) - taken_off
         values = values if lanes == 2 else values * np.asarray([[1.0], [2.0]])
         # Noise may not make more work take less time, nor work take none.
@@ -295,7 +294,7 @@ def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: 
 
     cached = grid(cached=True)
     memory = np.maximum(cached, grid(cached=False))
-    plain, masked = (pac[MASKED._replace(masked=masked)] - start - segment - merge for masked in (False, True))
+    plain, masked = (pac[MASKED._replace(masked=masked)] - start - segment[0] for masked in (False, True))
     return CostModel(
         device=device,
         **layout._asdict(),
@@ -305,8 +304,7 @@ def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: 
         memory_us=tuple(tuple(row) for row in memory.round(4).tolist()),
         cached_us=tuple(tuple(row) for row in cached.round(4).tolist()),
         masked=round(max(masked / plain, 1.0), 4) if plain > 0 else 1.0,
-        segment_us=round(segment, 4),
-        merge_us=round(merge, 4),
+        segment_us=tuple(np.resize(segment, 2).round(4).tolist()),
         launch_us=round(start + por, 4),
         stream_us=round(max(more, 0.0) / max(merges, 1), 4),
         versions=versions("codec-jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"),
@@ -339,8 +337,9 @@ def table(model: CostModel) -> str:
         ]
     lines += [
         "",
-        f"a segment {model.segment_us:.2f} us, a partial {model.merge_us:.2f} us, a call {model.launch_us:.2f} us and "
-        f"{model.stream_us:.3f} us for each merge; masks take {model.masked:.2f} x as long, cached",
+        f"a segment of one tile {model.segment_us[0]:.2f} us, of two {model.segment_us[1]:.2f} us, a call "
+        f"{model.launch_us:.2f} us and {model.stream_us:.3f} us for each merge; masks take {model.masked:.2f} x as long, "
+        "cached",
     ]
     return "\n".join(lines)
 

@@ -11,8 +11,7 @@ def cost_model(
     narrow: tuple[float, float] = (2.0, 1.0),
     wide: tuple[float, float] = (2.0, 1.8),
     masked: float = 1.25,
-    segment: float = 3.0,
-    merge: float = 0.5,
+    segment: tuple[float, float] = (3.5, 4.0),
 ) -> CostModel:
     """Return a model by the time of a block, from memory and cached, in a segment of one tile and of two."""
     tokens = (64, 1024, 32768)
@@ -30,7 +29,6 @@ def cost_model(
         cached_us=cached,
         masked=masked,
         segment_us=segment,
-        merge_us=merge,
         launch_us=10.0,
         stream_us=0.05,
     )

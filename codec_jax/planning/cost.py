@@ -1,6 +1,6 @@
 """The cost model: how long one thread block takes for a segment (paper, section 5, C_est).
 
-    segment   segment_us + merge_us x tiles + time of its query rows over n KV tokens
+    segment   segment_us[tiles] + time of its query rows over n KV tokens
     time      cached_us[tiles, n]   K and V come from the L2 cache: arithmetic decides
               memory_us[tiles, n]   every thread block reads K and V of its own: the memory's bandwidth decides
 
@@ -29,7 +29,7 @@ from codec_jax import checks
 from codec_jax.planning.published_rates import Rates, published_rates
 from pallas_kernels.packing import TILE_ROWS
 
-_FORMAT = "codec_jax cost model 2"
+_FORMAT = "codec_jax cost model 3"
 _MEASURE_AGAIN = "measure again with `python -m codec_jax.profile`"
 _SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
 _FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
@@ -58,7 +58,7 @@ class CostModel:
     >>> model = CostModel.shipped("NVIDIA H200", layout)
     >>> model.check_layout(layout)  # raises nothing: the table is for heads of this size
     >>> model.kv_us(wide=[False, True], tokens=4096, cached=False).tolist()
-    [60.32, 60.32]
+    [59.232, 59.232]
     >>> model.save("costs.json")
     >>> CostModel.load("costs.json") == model
     True
@@ -77,8 +77,7 @@ class CostModel:
     memory_us: Table  # [2, tokens], every thread block reads K and V of its own
     cached_us: Table  # [2, tokens], all read the same, so that it comes from the L2 cache
     masked: float  # time of cached KV tokens that need a mask of their own over that of others
-    segment_us: float  # one more segment: its query rows, and the way to its first block
-    merge_us: float  # a partial, to write it; a segment has one for each of its tiles
+    segment_us: tuple[float, float]  # a segment of one tile, of two: query rows, the way to its first block, partials
     launch_us: float  # a call of one row tile, beyond what its busiest thread block does: the start of PAC, and POR
     stream_us: float  # one more merge of POR: each row tile has one for each kv head
     versions: tuple[tuple[str, str], ...] = ()
@@ -88,10 +87,13 @@ class CostModel:
         """Check the fields."""
         for name in HeadLayout._fields:
             checks.integer(name, getattr(self, name))
-        for name in ("masked", "segment_us", "merge_us", "launch_us", "stream_us"):
+        for name in ("masked", "launch_us", "stream_us"):
             minimum = 1.0 if name == "masked" else 0.0
             if not checks.number(name, value := getattr(self, name)) >= minimum:
                 raise ValueError(f"{name}: expected a finite number of at least {minimum:g}, got {value}")
+        opening = self.segment_us
+        if len(opening) != 2 or (np.diff([0.0, *(checks.number("segment_us", us) for us in opening)]) < 0).any():
+            raise ValueError(f"segment_us: expected 2 times that do not fall with more tiles, from 0 on, got {opening}")
         for name, values in (("rows", self.rows), ("tokens", self.tokens)):
             if len(values) < 2 or (np.diff([0, *(checks.integer(name, value) for value in values)]) <= 0).any():
                 raise ValueError(f"{name}: expected positive integers in ascending order, two at least, got {values}")
@@ -244,8 +246,8 @@ class CostModel:
             memory_us=tuple(tuple(map(max, row, read)) for row in cached),
             cached_us=_frozen(cached),
             masked=1.2,
-            segment_us=3.0 + 2.0 * TILE_ROWS * moved,  # a few trips to memory, and the query of a tile
-            merge_us=5.0 * TILE_ROWS * moved,  # four bytes a number, and writing is slower than reading
+            # A few trips to memory, a query of two bytes a number, and for each tile a partial of four; writing is slower.
+            segment_us=(3.0 + 7.0 * TILE_ROWS * moved, 3.0 + 12.0 * TILE_ROWS * moved),
             launch_us=5.0,
             stream_us=8.0 * TILE_ROWS * moved / num_ctas,  # a partial is read, and others wait for it
         )

@@ -71,7 +71,7 @@ class Estimate(NamedTuple):
 
     def segment_us(self, wide: Any) -> Any:
         """Return what a segment costs beyond its blocks."""
-        return self.model.segment_us + self.model.merge_us * (1 + wide)
+        return np.asarray(self.model.segment_us)[np.asarray(wide, int)]
 
     @property
     def opening_us(self) -> Float[np.ndarray, " 2"]:

@@ -80,13 +80,16 @@ def test_a_saved_model_comes_back(tmp_path):
     [
         (lambda d: d.pop("masked"), r"fields: expected .*'masked'"),
         (lambda d: d.update(unit="ms"), r"fields: .*'unit'"),
-        (lambda d: d.update(format="flashinfer"), r"format: expected 'codec_jax cost model 2', got 'flashinfer'"),
+        (lambda d: d.update(format="flashinfer"), r"format: expected 'codec_jax cost model 3', got 'flashinfer'"),
         (lambda d: d.update(head_dim="128"), r"head_dim: expected an integer of at least 1, got '128'"),
         (lambda d: d.update(page_size=0), r"page_size: expected an integer of at least 1, got 0"),
         (lambda d: d.update(rows=[64, 16, 128]), r"rows: expected positive integers in ascending order"),
         (lambda d: d.update(tokens=[]), r"tokens: expected positive integers in ascending order"),
         (lambda d: d.update(tokens="many"), r"tokens: expected an integer of at least 1, got 'm'"),
-        (lambda d: d.update(segment_us=float("nan")), r"segment_us: expected a finite number, got nan"),
+        (lambda d: d.update(segment_us=[1.0, float("nan")]), r"segment_us: expected a finite number, got nan"),
+        (lambda d: d.update(segment_us=[2.0, 1.5]), r"segment_us: expected 2 times that do not fall with more tiles"),
+        (lambda d: d.update(segment_us=[-1.0, 1.5]), r"segment_us: expected 2 times that do not fall .* from 0 on"),
+        (lambda d: d.update(segment_us=[1.0]), r"segment_us: expected 2 times"),
         (lambda d: d.update(masked=0.5), r"masked: expected a finite number of at least 1, got 0.5"),
         (lambda d: d.update(launch_us=None), r"launch_us: expected a finite number"),
         (lambda d: d["memory_us"].pop(), r"memory_us: expected 2 rows of 3 times"),
@@ -197,8 +200,8 @@ def test_a_measured_table_is_found_by_device_and_layout_and_read_again_when_it_c
     monkeypatch.setattr(CostModel, "load", lambda path: pytest.fail("it was read again"))
     assert make_plan(FOREST, **HEADS).cost_model == mine
     monkeypatch.setattr(CostModel, "load", load)
-    replace(mine, segment_us=12.25).save(path)
-    assert make_plan(FOREST, **HEADS).cost_model.segment_us == 12.25
+    replace(mine, segment_us=(12.25, 13.5)).save(path)
+    assert make_plan(FOREST, **HEADS).cost_model.segment_us == (12.25, 13.5)
     with open(path, "w") as file:
         file.write("{}")
     with pytest.raises(ValueError, match=r"nvidia_x_1_64_gb-.*json: expected a cost model"):
@@ -227,7 +230,7 @@ def test_tables_of_the_package_serve_their_device_unless_the_user_has_measured(g
     shipped.save(tmp_path / "shipped" / cost.file_name(gpu.device_kind, LAYOUT))
     assert CostModel.default(LAYOUT) == CostModel.shipped(gpu.device_kind, LAYOUT) == shipped
     assert CostModel.shipped(gpu.device_kind, LAYOUT._replace(head_dim=64)) is None
-    mine = replace(shipped, segment_us=7.0)
+    mine = replace(shipped, segment_us=(7.0, 7.0))
     mine.save(os.path.join(cost.user_folder(), cost.file_name(gpu.device_kind, LAYOUT)))
     assert CostModel.default(LAYOUT) == mine
 

@@ -313,7 +313,7 @@ def test_thread_blocks_get_equal_numbers_of_blocks_when_there_is_enough_work(tre
     lengths = [16 * n + length for n, length in zip(hundreds, tree.length, strict=False)]
     forest = Forest.from_nodes(tree.parent, lengths, tree.leaf, page_size=16)
     # A segment costs as much as 1.5 blocks that come from memory.
-    model = cost_model(HeadLayout(**HEADS, page_size=16), block_tokens=32, segment=2.0, merge=1.0)
+    model = cost_model(HeadLayout(**HEADS, page_size=16), block_tokens=32, segment=(3.0, 4.0))
     sizes = {"num_ctas": num_ctas, "tile_rows": tile_rows, "block_tokens": 32, "lanes": 1}
     plan = make_plan(forest, **HEADS, **sizes, cost_model=model)
     blocks = plan.arrays.segments[:, 5] - plan.arrays.segments[:, 3]

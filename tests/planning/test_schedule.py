@@ -398,7 +398,7 @@ def test_what_memory_takes_beyond_the_arithmetic_is_waited_for(narrow, wide, uni
 def test_a_wide_block_that_waits_for_arithmetic_does_not_wait_longer_beside_narrow_ones():
     # Heads of 64 numbers on an H200: memory brings a block in 0.93 us, and arithmetic of two tiles takes 1.16.
     rates = {"memory_us": ((0.93, 1.86), (1.23, 2.46)), "cached_us": ((0.68, 1.36), (1.16, 2.32))}
-    model = replace(MODEL, tokens=(128, 256), segment_us=3.0, merge_us=0.5, **rates)
+    model = replace(MODEL, tokens=(128, 256), segment_us=(3.5, 4.0), **rates)
     estimate = Estimate(model, 128, stall=0.5)
     np.testing.assert_allclose(estimate.block_us[:, 0], [0.805, 1.195])
     segments = estimate.segments(np.array([False, True]), np.array([2, 2]), np.array([0, 0]))

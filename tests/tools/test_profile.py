@@ -71,19 +71,19 @@ def times_of(model: CostModel) -> dict[Task, Times]:
         wide = task.tiles == 2
         cached = float(model.kv_us(wide, task.tokens, cached=True)) * (model.masked if task.masked else 1)
         memory = float(model.kv_us(wide, task.tokens, cached=False))
-        per_segment = (cached if task.cached else memory) + model.segment_us + model.merge_us * task.tiles
+        per_segment = (cached if task.cached else memory) + model.segment_us[wide]
         merges = LAYOUTS[0].num_kv_heads if task.divided else 128 * task.segments * task.tiles
         por = POR_US + model.stream_us * (merges - LAYOUTS[0].num_kv_heads)
         times[task] = Times(model.launch_us - POR_US + task.segments * per_segment, por)
     return times
 
 
-MODEL = cost_model(LAYOUTS[0], narrow=(2.0, 1.0), wide=(2.2, 1.8), masked=1.3, segment=2.5, merge=0.75)
+MODEL = cost_model(LAYOUTS[0], narrow=(2.0, 1.0), wide=(2.2, 1.8), masked=1.3, segment=(3.25, 7.5))
 
 
 def test_the_costs_of_a_gpu_are_found_again_from_its_times():
     fitted = profile.fit(times_of(MODEL), LAYOUTS[0], "a GPU", 128, 2)
-    for name in ("segment_us", "merge_us", "launch_us", "stream_us"):
+    for name in ("segment_us", "launch_us", "stream_us"):
         assert getattr(fitted, name) == pytest.approx(getattr(MODEL, name), abs=1e-3)
     assert fitted.masked == pytest.approx(MODEL.masked, abs=1e-3)
     for cached in (False, True):
@@ -101,8 +101,7 @@ def test_the_costs_of_a_gpu_are_found_again_from_its_times():
 def test_the_costs_of_kernels_with_one_lane_are_those_of_one_tile():
     times = {task: us for task, us in times_of(MODEL).items() if task in profile.tasks(1)}
     fitted = profile.fit(times, LAYOUTS[0], "a GPU", 128, 1)
-    assert fitted.merge_us == 0
-    assert fitted.segment_us == pytest.approx(MODEL.segment_us + MODEL.merge_us, abs=1e-3)
+    assert fitted.segment_us == pytest.approx((MODEL.segment_us[0],) * 2, abs=1e-3)
     for cached in (False, True):
         one = MODEL.kv_us(False, np.asarray(TOKENS), cached=cached)
         np.testing.assert_allclose(fitted.kv_us(False, np.asarray(TOKENS), cached=cached), one, rtol=1e-3)

@@ -143,7 +143,7 @@ def test_a_plan_is_shown_with_the_load_of_its_thread_blocks(shown):
     forest = Forest.from_nodes([-1, 0, 0], [32, 5, 8], [1, 2], page_size=8)
     sizes = {"num_ctas": 4, "tile_rows": 16, "block_tokens": 16, "lanes": 1}
     # A block of 16 tokens takes 2 us from memory, all of which is waited for, and a segment 1 us.
-    model = cost_model(HeadLayout(4, 2, 16, 8), block_tokens=16, segment=0.75, merge=0.25)
+    model = cost_model(HeadLayout(4, 2, 16, 8), block_tokens=16, segment=(1.0, 1.25))
     plan = make_plan(forest, num_q_heads=4, num_kv_heads=2, head_dim=16, cost_model=model, **sizes)
     # Two blocks of the root, and one of both leaves whose mask costs less than the wait, for each of two heads.
     # Two segments a head make 8 us: the first takes 4 of them, which is one and a half blocks, rounded up.
