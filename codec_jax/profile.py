@@ -338,8 +338,8 @@ def table(model: CostModel) -> str:
     lines += [
         "",
         f"a segment of one tile {model.segment_us[0]:.2f} us, of two {model.segment_us[1]:.2f} us, a call "
-        f"{model.launch_us:.2f} us and {model.stream_us:.3f} us for each merge; masks take {model.masked:.2f} x as long, "
-        "cached",
+        f"{model.launch_us:.2f} us and {model.stream_us:.3f} us for each merge; masks take {model.masked:.2f} x as "
+        "long, cached",
     ]
     return "\n".join(lines)
 

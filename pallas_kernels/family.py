@@ -87,6 +87,9 @@ class Call(NamedTuple):
     # In their place, those of each token and kv head; pages of the caller's, which may be several of the plan's.
     key_scale_of_tokens: Float[jax.Array, "num_pages K page_size"] | None = None
     value_scale_of_tokens: Float[jax.Array, "num_pages K page_size"] | None = None
+    # One more logit in the softmax of each q head, float32, neither scaled nor capped; None in calls whose partials are
+    # merged with others', as it counts once.
+    sinks: Float[jax.Array, " N"] | None = None
 
 
 class Family(NamedTuple):
@@ -99,7 +102,8 @@ class Family(NamedTuple):
     attend(call, scores) runs the plan of a call: the caller's query [B, T, N, H] in; out [B, T, N, V], and the row
     maximum of the scores, scaled and capped, and the row sum of their exponentials, float32 [B, T, N], in the caller's
     order. In place of the maximum may be what the exponentials are relative to, up to 7 less. A row of no request, or
-    that sees no token, has out 0, maximum -inf and sum 0. All of it is NaN where the plan does not hold.
+    that sees no token, has out 0, maximum -inf and sum 0, or its sink and 1. All of it is NaN where the plan does not
+    hold.
 
     attend_and_merge(call, scores, mailbox, sizes) does so on one of several devices, each of which has some of the
     pages: it exchanges partials with the others through a mailbox of `between_devices` for merges, of these sizes, and

@@ -35,7 +35,10 @@ class Packing(NamedTuple):
     def unit(self, number: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
         """Return the request row, the query token and the part of a unit; those past the end repeat the last row."""
         of_token = lax.div(number, jnp.int32(self.parts)) if self.parts > 1 else number
-        part = lax.rem(number, jnp.int32(self.parts)) if self.parts > 1 else jnp.int32(0)
         row = lax.div(of_token, jnp.int32(tokens)) if tokens > 1 else of_token
         token = lax.rem(of_token, jnp.int32(tokens)) if tokens > 1 else jnp.int32(0)
-        return jnp.minimum(row, batch - 1), token, part
+        return jnp.minimum(row, batch - 1), token, self.part(number)
+
+    def part(self, number: Any) -> Any:
+        """Return which part of its query token a unit is."""
+        return lax.rem(number, jnp.int32(self.parts)) if self.parts > 1 else jnp.int32(0)

@@ -1,6 +1,7 @@
 """The merge of a few rows of a tile, which is POR's work in every family; where they are written to is not in here."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,13 +10,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import by_thread
+from pallas_kernels.by_thread import THREAD, THREADS
 from pallas_kernels.compat import load, store
 from pallas_kernels.family import Call
-from pallas_kernels.packing import TILE_ROWS
+from pallas_kernels.packing import TILE_ROWS, Packing
 from pallas_kernels.plan_guard import GROUP
 from pallas_kernels.softmax import MIN_ROW_MAX
 
-_LN2 = 0.6931471805599453
+_LN2, _LOG2E = math.log(2.0), math.log2(math.e)
 
 
 class Merge(NamedTuple):
@@ -48,8 +51,8 @@ def inputs_of(
     out: jax.Array, row_max: jax.Array, row_sum: jax.Array, violations: jax.Array, call: Call
 ) -> dict[str, jax.Array]:
     """Name what POR reads."""
-    scale = {} if call.value_scale is None else {"value_scale": call.value_scale}
-    return scale | {
+    given = {"value_scale": call.value_scale, "sinks": call.sinks}
+    return {name: array for name, array in given.items() if array is not None} | {
         "partial_out": out,
         "partial_max": row_max,
         "partial_sum": row_sum,
@@ -60,9 +63,29 @@ def inputs_of(
     }
 
 
+def scratch_of(call: Call) -> dict[str, Any]:
+    """Name what `sinks_of_rows` needs of shared memory."""
+    return {} if call.sinks is None else {"sink_of_row": plgpu.SMEM((THREADS,), jnp.float32)}
+
+
 def rows_of_groups(num_groups: int) -> list[jax.ShapeDtypeStruct]:
     """Describe the rows' maximum and sum, which POR writes."""
     return [jax.ShapeDtypeStruct((num_groups, TILE_ROWS), jnp.float32)] * 2
+
+
+def sinks_of_rows(
+    refs: Any, merge: Merge, packing: Packing, tile: jax.Array, head: jax.Array, begin: jax.Array
+) -> jax.Array | None:
+    """Return the sink of each row of a tile from one on, float32 [rows]; None if there are none."""
+    if not hasattr(refs, "sinks"):
+        return None
+    row = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=THREAD) + begin
+    of_unit = jnp.int32(packing.rows_of_unit)
+    unit = jnp.minimum(lax.div(row, of_unit), packing.units - 1)
+    part = packing.part(tile * packing.units + unit)
+    q_head = head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
+    refs.sink_of_row[...] = by_thread.gather(refs.sinks, q_head)
+    return load(refs.sink_of_row.at[pl.ds(0, merge.rows)], merge.of_rows)
 
 
 def merge_rows(
@@ -72,6 +95,7 @@ def merge_rows(
     begin: jax.Array,
     used_here: jax.Array,
     partials: tuple[jax.Array, ...],
+    sink: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Merge rows [begin, begin + rows) of a tile for a kv head, of which the first `used_here` belong to requests.
 
@@ -80,7 +104,7 @@ def merge_rows(
     rows, (first, last) = pl.ds(begin, merge.rows), partials
     violations = _count_violations(refs, merge.num_ctas)
     last = jnp.where(begin < used_here, last, first)
-    acc, row_max, row_sum = _merge_partials(refs, merge, rows, first, last)
+    acc, row_max, row_sum = _merge_partials(refs, merge, rows, first, last, sink)
     nan_or_zero = jnp.where(jnp.max(violations) == 0, 0.0, jnp.nan).astype(jnp.float32)
     row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=merge.layout)
     merged = acc / merge.over_columns(jnp.maximum(row_sum, 1e-30))
@@ -91,6 +115,9 @@ def merge_rows(
     row_of_part = plgpu.broadcasted_iota(jnp.int32, row_sum.shape, 0, layout=merge.of_rows)
     row_sum = jnp.where(row_of_part + begin < used_here, row_sum, 0.0)
     row_max = jnp.where(row_sum == 0, -jnp.inf, row_max * _LN2)
+    if sink is not None:  # which rows have that no request has, too
+        row_max = jnp.where(row_sum == 0, sink, row_max)
+        row_sum = jnp.where(row_sum == 0, _sum_of(sink), row_sum)
     return merged + nan_or_zero, row_max + nan_or_zero, row_sum + nan_or_zero
 
 
@@ -111,10 +138,18 @@ def _count_violations(refs: Any, num_ctas: int) -> jax.Array:
     return count
 
 
+def _sum_of(sink: jax.Array) -> jax.Array:
+    """Return the sum of rows that see their sink only."""
+    return jnp.where(sink == -jnp.inf, 0.0, 1.0)
+
+
 def _merge_partials(
-    refs: Any, merge: Merge, rows: Any, first: jax.Array, last: jax.Array
+    refs: Any, merge: Merge, rows: Any, first: jax.Array, last: jax.Array, sink: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merge rows of partials [first, last): the sum of outputs [rows, H], weighted, the maximum and the sum, [rows]."""
+    """Merge rows of partials [first, last): the sum of outputs [rows, H], weighted, the maximum and the sum, [rows].
+
+    A row's sink is a partial, too, and comes first.
+    """
 
     def step(j: jax.Array, carry: tuple, first: jax.Array, at_once: int) -> tuple:
         acc, row_max, row_sum = carry
@@ -136,11 +171,10 @@ def _merge_partials(
             row_max, row_sum = new_max, row_sum * alpha + weight
         return acc, row_max, row_sum
 
-    carry: tuple = (
-        merge.filled(0, merge.rows, merge.head_dim),
-        merge.filled(MIN_ROW_MAX, merge.rows),
-        merge.filled(0, merge.rows),
-    )
+    row_max, row_sum = merge.filled(MIN_ROW_MAX, merge.rows), merge.filled(0, merge.rows)
+    if sink is not None:
+        row_max, row_sum = jnp.maximum(sink * _LOG2E, MIN_ROW_MAX), _sum_of(sink)
+    carry: tuple = merge.filled(0, merge.rows, merge.head_dim), row_max, row_sum
     loops = []
     for at_once, shorter in zip(merge.turns, (*merge.turns[1:], 0), strict=True):
         turns = lax.div(last - first + (at_once - 1 - shorter), jnp.int32(at_once))

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 from codec_jax import checks
 from codec_jax.attention.backends import check_name, choose
 from codec_jax.attention.draft_mask import positions_of_tokens, readers_of_tokens
-from codec_jax.attention.on_mesh import attend_on_mesh, check_divided, check_on_mesh
-from codec_jax.attention.pac_por import add_sinks
+from codec_jax.attention.on_mesh import attend_on_mesh, check_divided, check_of_all_pages, check_on_mesh
 from codec_jax.errors import PlanError
 from codec_jax.forest import ONE_BYTE, DraftTrees, Forest, LatentPages
 from codec_jax.mesh import TENSOR, axis_size
@@ -138,10 +137,11 @@ def forest_attention(
 
     Source: CoDec, section 4 (doi 10.1145/3802028).
     """
+    if mesh is None:
+        check_of_all_pages(plan, is_partial=return_residuals, has_sinks=sinks is not None)
     out, residuals = attention_by(
         _attend, query, key_pages, value_pages, forest, plan, drafts=drafts, scale=scale, softcap=softcap, sinks=sinks,
-        key_scale=key_scale, value_scale=value_scale, implementation=implementation, is_partial=return_residuals,
-        mesh=mesh,
+        key_scale=key_scale, value_scale=value_scale, implementation=implementation, mesh=mesh,
     )  # fmt: skip
     return (out, residuals) if return_residuals else out
 
@@ -161,7 +161,6 @@ def attention_by(
     key_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
     value_scale: Float[Array, " K"] | Float[Array, "num_pages K page_size"] | None = None,
     implementation: str | None = None,
-    is_partial: bool = True,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T n V"], Residuals]:
     """Attention as `forest_attention` describes it, with whatever runs a call on one device; the residuals, too.
@@ -169,8 +168,8 @@ def attention_by(
     Args:
       run: called with the backend, the call and the scores; returns what `Family.attend` does, perhaps of fewer heads.
       query, key_pages, value_pages, forest, plan, drafts, scale, softcap, sinks, key_scale, value_scale,
-        implementation, mesh: as in `forest_attention`.
-      is_partial: whether plans of some pages are taken, for what comes out is going to be merged, or has been.
+        implementation, mesh: as in `forest_attention`; plans of some pages are taken, and with sinks if these are all
+        that a row sees.
     """
     if isinstance(key_pages, LatentPages):
         keys, quantisation = key_pages.latent, key_pages.quantisation
@@ -205,7 +204,7 @@ def attention_by(
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
         arrays = (query, keys, value_pages, forest, plan, drafts, sinks, key_scale, value_scale)
         return attend_on_mesh(mesh, forest_attention, *arrays, **options)
-    query = check_divided(query, keys, value_pages, plan, is_partial=is_partial, has_sinks=sinks is not None)
+    query = check_divided(query, keys, value_pages, plan)
     rope = 0 if quantisation is None else quantisation.rotated.shape[3]
     heads = _check(query, keys, value_pages, forest, plan, drafts, rope=rope)
     scores = Scores(1.0 / math.sqrt(heads.head_dim) if scale is None else scale, softcap)
@@ -230,20 +229,18 @@ def attention_by(
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
     call = Call(query, keys, value_pages, position, first, *planned, *beside)
-    call = _with_scales(call, *_in_float32(key_scale, value_scale))
+    key_scale, value_scale, sinks = _in_float32(key_scale, value_scale, sinks)
+    call = _with_scales(call, key_scale, value_scale)._replace(sinks=sinks)
     out, row_max, row_sum = run(backend, call, scores)
-    residuals = row_max, row_sum
-    if sinks is not None:
-        out, residuals = add_sinks(out, residuals, sinks)
-    return out.astype(dtype), residuals
+    return out.astype(dtype), (row_max, row_sum)
 
 
 def _attend(family: Family, call: Call, scores: Scores) -> tuple[Array, Array, Array]:
     return family.attend(call, scores)
 
 
-def _in_float32(*scales: Array | None) -> tuple[Array | None, ...]:
-    return tuple(None if scale is None else scale.astype(jnp.float32) for scale in scales)
+def _in_float32(*arrays: Array | None) -> tuple[Array | None, ...]:
+    return tuple(None if array is None else array.astype(jnp.float32) for array in arrays)
 
 
 def _with_scales(call: Call, key_scale: Array | None, value_scale: Array | None) -> Call:

@@ -91,9 +91,10 @@ def _on_devices(
         key_scale, value_scale, forest, drafts = others
         here = (query, key_pages, value_pages, forest, plan.local())
         given = {"drafts": drafts, "key_scale": key_scale, "value_scale": value_scale, "return_residuals": True}
+        if CONTEXT not in mesh.axis_names:
+            return attend(*here, sinks=sinks, **given, **options)
         out, (row_max, row_sum) = attend(*here, **given, **options)
-        if CONTEXT in mesh.axis_names:
-            out, row_max, row_sum = merge_everywhere(out, row_max, row_sum, CONTEXT)
+        out, row_max, row_sum = merge_everywhere(out, row_max, row_sum, CONTEXT)
         residuals = row_max, row_sum
         return (out, residuals) if sinks is None else add_sinks(out, residuals, sinks)
 
@@ -137,9 +138,7 @@ def _check_placed(name: str, pages: Array, expected: PartitionSpec) -> None:
         )
 
 
-def check_divided(
-    query: Array, key_pages: Array, value_pages: Array | None, plan: Plan, *, is_partial: bool, has_sinks: bool
-) -> Array:
+def check_divided(query: Array, key_pages: Array, value_pages: Array | None, plan: Plan) -> Array:
     """Return the query, in a form that only one device's program takes.
 
     Raises ValueError for arrays or a plan that are divided among devices. Where `jax.jit` divides a program by itself,
@@ -166,23 +165,30 @@ def check_divided(
             )
     if plan.is_spread:
         raise ValueError(f"plan: expected one for one device, got one for {plan.devices}; {_WAY_OUT}")
-    pages, part, merge = plan.subset_pages, "some of the pages", "por"
-    if plan.homes is not None:
-        pages, part = plan.homes.pages, f"the pages on one of {plan.homes.devices} devices"
-        merge = "merge_everywhere"
+    pages = plan.subset_pages if plan.homes is None else plan.homes.pages
     if pages is not None:
         checks.shape("key_pages", key_pages, num_pages=pages, page_size=None, K=None, H=None)
-        if not is_partial:
-            raise ValueError(
-                f"return_residuals: expected True, for the plan is of {part}, got False; merge what comes out by "
-                f"codec_jax.partial.{merge}"
-            )
-        if has_sinks:
-            raise ValueError(
-                f"sinks: expected None, for the plan is of {part}, got an array; add them once, by "
-                f"codec_jax.partial.add_sinks, to what {merge} returns"
-            )
     return _of_one_device(query)
+
+
+def check_of_all_pages(plan: Plan, *, is_partial: bool, has_sinks: bool) -> None:
+    """Raise ValueError for one device's plan of some pages, but where partials are wanted, and without sinks."""
+    checks.instance("plan", plan, Plan)
+    if plan.is_spread or (plan.homes is None and plan.subset_pages is None):
+        return
+    part, merge = "some of the pages", "por"
+    if plan.homes is not None:
+        part, merge = f"the pages on one of {plan.homes.devices} devices", "merge_everywhere"
+    if not is_partial:
+        raise ValueError(
+            f"return_residuals: expected True, for the plan is of {part}, got False; merge what comes out by "
+            f"codec_jax.partial.{merge}"
+        )
+    if has_sinks:
+        raise ValueError(
+            f"sinks: expected None, for the plan is of {part}, got an array; add them once, by "
+            f"codec_jax.partial.add_sinks, to what {merge} returns"
+        )
 
 
 def check_on_mesh(mesh: Mesh, query: Array, key_pages: Array, plan: Plan) -> None:

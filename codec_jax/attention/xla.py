@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from codec_jax.attention.pac_por import Partial, pac, por, por_segments
+from codec_jax.attention.pac_por import Partial, add_sinks, pac, por, por_segments
 from codec_jax.forest.latent_pages import meant
 from codec_jax.planning.tiling import any_device
 from pallas_kernels import Call, Family, Heads, Scores, query_rows
@@ -41,10 +41,12 @@ def attend(call: Call, scores: Scores) -> tuple[Float[Array, "B T N V"], Float[A
         by_tile = rows.reshape(plan.num_tiles, plan.heads.num_kv_heads, *rows.shape[1:])
         return jnp.where(holds, query_rows.to_requests(by_tile, call), jnp.nan)
 
-    out = finish(merged.out)
+    out, residuals = finish(merged.out), (finish(merged.max), finish(merged.sum))
     if call.value_scale is not None:  # before the output is rounded
         out *= jnp.repeat(call.value_scale, plan.heads.group)[None, None, :, None]
-    return out.astype(call.query.dtype), finish(merged.max), finish(merged.sum)
+    if call.sinks is not None:
+        out, residuals = add_sinks(out, residuals, call.sinks)
+    return out.astype(call.query.dtype), *residuals
 
 
 XLA = Family("xla", why_not, any_device, attend)

@@ -93,20 +93,22 @@ def attend(
     Beside latents, K and V of every head are attended in the batches that have plans for them.
     """
     plans = [plans_for(batch.plan, scoring.window) for batch in batches]
+    first = [of_batch[0] for of_batch in plans]
+    if by_heads is None and parallel.context == 1:
+        return _partial(batches, implementation, scoring, parallel.attend, first, query, pages).out
+    sinks, scoring = scoring.sinks, scoring._replace(sinks=None)
     if by_heads is None:
-        merged = _partial(
-            batches, implementation, scoring, parallel.attend, [of_batch[0] for of_batch in plans], query, pages
-        )
+        merged = _partial(batches, implementation, scoring, parallel.attend, first, query, pages)
     else:
         over = partial(_partial, batches, implementation, scoring, ALONE.attend)  # values come before the merge
-        attended = over([of_batch[0] for of_batch in plans], query, pages)
+        attended = over(first, query, pages)
         attended = replace(attended, out=by_heads.values(attended.out))
         if any(len(of_batch) > 1 for of_batch in plans):
             kept = over([of_batch[1] if len(of_batch) > 1 else None for of_batch in plans], *by_heads[:2])
             attended = por(attended, replace(kept, out=kept.out.astype(jnp.float32)))
         merged = Partial(*parallel.merge(attended.out, attended.max, attended.sum))
     # Here, so that they count once however many devices have a part of a row.
-    return merged.out if scoring.sinks is None else add_sinks(merged.out, (merged.max, merged.sum), scoring.sinks)[0]
+    return merged.out if sinks is None else add_sinks(merged.out, (merged.max, merged.sum), sinks)[0]
 
 
 def _partial(
@@ -129,8 +131,8 @@ def _partial(
             continue
         out, residuals = attention_by(
             run, part, keys, pages.value, batch.forest, plan.local(),
-            drafts=batch.drafts, scale=scoring.scale, softcap=scoring.softcap, key_scale=key_scale,
-            value_scale=value_scale, implementation=implementation,
+            drafts=batch.drafts, scale=scoring.scale, softcap=scoring.softcap, sinks=scoring.sinks,
+            key_scale=key_scale, value_scale=value_scale, implementation=implementation,
         )  # fmt: skip
         partials.append(Partial(out, *residuals))
     return jax.tree.map(lambda *parts: _join(parts), *partials)

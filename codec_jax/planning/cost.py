@@ -246,7 +246,7 @@ class CostModel:
             memory_us=tuple(tuple(map(max, row, read)) for row in cached),
             cached_us=_frozen(cached),
             masked=1.2,
-            # A few trips to memory, a query of two bytes a number, and for each tile a partial of four; writing is slower.
+            # A few trips to memory, the query of a tile, and a partial of each: four bytes a number, slower to write.
             segment_us=(3.0 + 7.0 * TILE_ROWS * moved, 3.0 + 12.0 * TILE_ROWS * moved),
             launch_us=5.0,
             stream_us=8.0 * TILE_ROWS * moved / num_ctas,  # a partial is read, and others wait for it

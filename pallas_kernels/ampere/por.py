@@ -72,14 +72,15 @@ def por(
         merge=Merge(rows, turns, columns, plan.cta_begin.shape[0], warp_rows.layout(columns)),
     )
     inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
-    names = [*inputs, "out", "max", "sum", "places"]
+    scratch = {"places": plgpu.SMEM((THREADS,), jnp.int32)} | por_rows.scratch_of(call)
+    names = [*inputs, "out", "max", "sum", *scratch]
     kernel = plgpu.kernel(
         lambda *refs: _merge(SimpleNamespace(**dict(zip(names, refs, strict=True))), sizes),
         out_type=[
             jax.ShapeDtypeStruct((batch * tokens * num_q_heads, value_head_dim), dtype),
             *por_rows.rows_of_groups(num_groups),
         ],
-        scratch_types=[plgpu.SMEM((THREADS,), jnp.int32)],
+        scratch_types=[*scratch.values()],
         grid=(num_groups, TILE_ROWS // rows),
         grid_names=("group", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -100,7 +101,8 @@ def _merge(refs: Any, sizes: _Sizes) -> None:
     first, last = refs.merge_ptr[group], refs.merge_ptr[group + 1]
     used_here = refs.used_rows[0] - tile * sizes.packing.tile_rows  # rows of the tile
     places = _places(refs, sizes, tile, head, begin)
-    merged, *softmax = por_rows.merge_rows(refs, merge, head, begin, used_here, (first, last))  # [rows, H]
+    sink = por_rows.sinks_of_rows(refs, merge, sizes.packing, tile, head, begin)
+    merged, *softmax = por_rows.merge_rows(refs, merge, head, begin, used_here, (first, last), sink)  # [rows, H]
     por_rows.store_rows_of_groups(refs, group, pl.ds(begin, merge.rows), *softmax)
     refs.places[...] = places
     of_rows = load(refs.places.at[pl.ds(0, merge.rows)], merge.of_rows)  # [rows]

@@ -33,7 +33,7 @@ from pallas_kernels.hopper.grouped import TILE_ROWS
 _MAX_CHOICES, _MAX_EXPERTS = 512, 128
 _SIDE = 64  # of a block
 _MAX_PIECES = 256  # of a token, 64 numbers each: what a copy takes
-_NOBODY = -1  # a choice of an expert that is not here, and what fills a block
+_NOBODY = -1  # fills the last block of choices
 _SHIFT = 10  # bits of a sum that count all tokens; those above count the ones before
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -74,7 +74,7 @@ def arrange(x: jax.Array, expert: jax.Array, num_experts: int) -> tuple[jax.Arra
     names = ["x", "choices", *outputs, *scratch]
 
     def arranged(*refs: Any) -> None:  # the name that profilers show
-        _arrange(SimpleNamespace(**dict(zip(names, refs, strict=True))), chosen)
+        _arrange(SimpleNamespace(**dict(zip(names, refs, strict=True))), chosen, num_experts)
 
     kernel = plgpu.kernel(
         arranged,
@@ -84,25 +84,23 @@ def arrange(x: jax.Array, expert: jax.Array, num_experts: int) -> tuple[jax.Arra
         grid_names=("token",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    is_here = (expert >= 0) & (expert < num_experts)
-    choice = jnp.where(is_here, expert, _NOBODY).reshape(-1)
-    choice = jnp.pad(choice, (0, listed - expert.size), constant_values=_NOBODY)
+    choice = jnp.pad(expert.reshape(-1), (0, listed - expert.size), constant_values=_NOBODY)
     rows, place, *tiles = kernel(x.reshape(tokens, pieces, _SIDE), choice.reshape(-1, _SIDE))
     return rows.reshape(size, depth), place.reshape(expert.shape), Tiles(*tiles)
 
 
-def _arrange(refs: Any, chosen: int) -> None:
+def _arrange(refs: Any, chosen: int, num_experts: int) -> None:
     """Do one token; the first thread block also lists the tiles."""
     token = lax.axis_index("token")
     plgpu.copy_gmem_to_smem(refs.choices, refs.choice, refs.loaded)
     plgpu.copy_gmem_to_smem(refs.x.at[pl.ds(token, 1)], refs.token, refs.loaded)
     plgpu.barrier_wait(refs.loaded)
-    _count(refs, token * chosen)
+    _count(refs, token * chosen, num_experts)
     _sum_up(refs)
     for i in range(chosen):
         at = token * chosen + i
         expert = refs.choice[lax.div(at, _SIDE), lax.rem(at, _SIDE)]
-        is_here = expert != _NOBODY
+        is_here = (expert >= 0) & (expert < num_experts)
         own = jnp.where(is_here, expert, 0)
         row = refs.first[own] + refs.before[own]
         refs.out_place[at] = jnp.where(is_here, row, refs.out_rows.shape[0])
@@ -118,7 +116,7 @@ def _arrange(refs: Any, chosen: int) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _count(refs: Any, first_choice: jax.Array) -> None:
+def _count(refs: Any, first_choice: jax.Array, num_experts: int) -> None:
     """Count who chose each expert, all of them and those before the token."""
 
     def count(begin: jax.Array) -> None:
@@ -130,6 +128,9 @@ def _count(refs: Any, first_choice: jax.Array) -> None:
             return total + jnp.where(_across(choice) == expert, counts, 0)  # [64, 64]
 
         total = _over_blocks(refs.choice.size, add, _zeros()).sum(axis=1)  # [64]
+        # The last block may have rows of no expert, for choices that are out of bounds.
+        number = plgpu.broadcasted_iota(jnp.int32, (_SIDE,), 0, layout=_ROWS) + begin
+        total = jnp.where(number < num_experts, total, 0)
         store(refs.before.at[pl.ds(begin, _SIDE)], total >> _SHIFT)
         store(refs.count.at[pl.ds(begin, _SIDE)], total & ((1 << _SHIFT) - 1))
 

@@ -95,14 +95,15 @@ def por(
     work = Work.of(out, call, grain_of(num_groups, head_dim))
     rows = work.grain.rows
     inputs = por_rows.inputs_of(out, row_max, row_sum, violations, call)
-    names = [*inputs, "out", "max", "sum", "rows"]
+    scratch = {"rows": plgpu.SMEM((rows, head_dim), dtype)} | por_rows.scratch_of(call)
+    names = [*inputs, "out", "max", "sum", *scratch]
     kernel = plgpu.kernel(
         lambda *refs: _merge(SimpleNamespace(**dict(zip(names, refs, strict=True))), work),
         out_type=[
             jax.ShapeDtypeStruct((batch * tokens, num_q_heads, head_dim), dtype),
             *por_rows.rows_of_groups(num_groups),
         ],
-        scratch_types=[plgpu.SMEM((rows, head_dim), dtype)],
+        scratch_types=[*scratch.values()],
         grid=(num_groups, TILE_ROWS // rows),
         grid_names=("group", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -150,7 +151,8 @@ def merge_here(
     first, last = refs.merge_ptr[group], refs.merge_ptr[group + 1]
     used_here = refs.used_rows[0] - tile * work.packing.tile_rows  # rows of the tile
     places = [_place(refs, work, tile, head, begin + i) for i in range(0, rows, work.piece)]
-    return places, por_rows.merge_rows(refs, work.merge, head, begin, used_here, (first, last))
+    sink = por_rows.sinks_of_rows(refs, work.merge, work.packing, tile, head, begin)
+    return places, por_rows.merge_rows(refs, work.merge, head, begin, used_here, (first, last), sink)
 
 
 def _place(refs: Any, work: Work, tile: jax.Array, head: jax.Array, row: jax.Array) -> Place:

@@ -263,8 +263,9 @@ def test_meshes_and_plans_that_do_not_fit_are_refused() -> None:
     part = (arrays[0][:, :, :8], *(x[:32, :, :4] for x in arrays[1:]))
     with pytest.raises(ValueError, match=r"return_residuals: expected True, .* one of 4 devices"):
         forest_attention(*part, forest, spread.local(1))
+    of_all = [x[..., :n, :] for x, n in zip(arrays, (8, 4, 4), strict=True)]
     with pytest.raises(ValueError, match=r"key_pages: expected shape \[num_pages = 32"):
-        forest_attention(*(x[..., :n, :] for x, n in zip(arrays, (8, 4, 4), strict=True)), forest, spread.local(1))
+        forest_attention(*of_all, forest, spread.local(1), return_residuals=True)
     x_by_y = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
     with pytest.raises(ValueError, match=r"mesh: expected an axis 'tensor' or 'context', got 'x', 'y'"):
         forest_attention(*arrays, forest, spread, mesh=x_by_y)
