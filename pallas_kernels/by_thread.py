@@ -20,7 +20,7 @@ def gather(ref: Any, index: jax.Array) -> jax.Array:
     """Load a number for each thread from an array in global memory.
 
     Args:
-      ref: int32 or float32 [n].
+      ref: int32, float32, bfloat16 or float16 [n].
       index: int32 [128], each from 0 to n - 1.
     """
     is_signed = True if jnp.issubdtype(ref.dtype, jnp.integer) else None

@@ -87,8 +87,8 @@ class Call(NamedTuple):
     # In their place, those of each token and kv head; pages of the caller's, which may be several of the plan's.
     key_scale_of_tokens: Float[jax.Array, "num_pages K page_size"] | None = None
     value_scale_of_tokens: Float[jax.Array, "num_pages K page_size"] | None = None
-    # One more logit in the softmax of each q head, float32, neither scaled nor capped; None in calls whose partials are
-    # merged with others', as it counts once.
+    # One more logit in the softmax of each q head, float32 or of 16 bits, neither scaled nor capped; None in calls
+    # whose partials are merged with others', as it counts once.
     sinks: Float[jax.Array, " N"] | None = None
 
 

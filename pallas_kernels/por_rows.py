@@ -84,7 +84,7 @@ def sinks_of_rows(
     unit = jnp.minimum(lax.div(row, of_unit), packing.units - 1)
     part = packing.part(tile * packing.units + unit)
     q_head = head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
-    refs.sink_of_row[...] = by_thread.gather(refs.sinks, q_head)
+    refs.sink_of_row[...] = by_thread.gather(refs.sinks, q_head).astype(jnp.float32)
     return load(refs.sink_of_row.at[pl.ds(0, merge.rows)], merge.of_rows)
 
 

@@ -71,7 +71,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
 
 def gather(ref: Any, index: jax.Array) -> jax.Array:
     """Load a number for each thread; an index that is none gives a number that is none."""
-    return ref[...].at[index].get(mode="fill", fill_value=1 << 30)
+    nothing = jnp.nan if jnp.issubdtype(ref.dtype, jnp.floating) else 1 << 30
+    return ref[...].at[index].get(mode="fill", fill_value=nothing)
 
 
 def keep(ref: Any, numbers: jax.Array) -> None:

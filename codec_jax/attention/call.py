@@ -229,8 +229,7 @@ def attention_by(
     first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
     call = Call(query, keys, value_pages, position, first, *planned, *beside)
-    key_scale, value_scale, sinks = _in_float32(key_scale, value_scale, sinks)
-    call = _with_scales(call, key_scale, value_scale)._replace(sinks=sinks)
+    call = _with_scales(call, *_in_float32(key_scale, value_scale))._replace(sinks=sinks)
     out, row_max, row_sum = run(backend, call, scores)
     return out.astype(dtype), (row_max, row_sum)
 
@@ -239,8 +238,8 @@ def _attend(family: Family, call: Call, scores: Scores) -> tuple[Array, Array, A
     return family.attend(call, scores)
 
 
-def _in_float32(*arrays: Array | None) -> tuple[Array | None, ...]:
-    return tuple(None if array is None else array.astype(jnp.float32) for array in arrays)
+def _in_float32(*scales: Array | None) -> tuple[Array | None, ...]:
+    return tuple(None if scale is None else scale.astype(jnp.float32) for scale in scales)
 
 
 def _with_scales(call: Call, key_scale: Array | None, value_scale: Array | None) -> Call:

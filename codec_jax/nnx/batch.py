@@ -30,7 +30,7 @@ class Scoring(NamedTuple):
     window: Window | None
     scale: float | None  # None: 1 / sqrt(H)
     softcap: float | None
-    sinks: Float[Array, " n"] | None  # of the heads that a device has after partials are merged; float32
+    sinks: Float[Array, " n"] | None  # of the heads that a device has after partials are merged
 
 
 class ByHeads(NamedTuple):

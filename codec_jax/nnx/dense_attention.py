@@ -39,7 +39,7 @@ def dense_attention(
     # Not -inf: rows of padding, which see nothing, must not become NaN.
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if scoring.sinks is not None:
-        sinks = scoring.sinks.reshape(1, key.shape[2], -1, 1, 1)
+        sinks = scoring.sinks.astype(jnp.float32).reshape(1, key.shape[2], -1, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(query.shape)

@@ -105,7 +105,7 @@ class Attention(nnx.Module):
     def _scoring(self) -> Scoring:
         """Return how the layer makes weights of queries and keys."""
         config = self.config
-        sinks = self.sinks[...].astype(jnp.float32) if config.sinks else None
+        sinks = self.sinks[...] if config.sinks else None
         return Scoring(config.window_of(self.layer), config.scale, config.softcap, sinks)
 
     def _columns(self, x: Array, parallel: Parallel) -> Array:

@@ -83,8 +83,13 @@ CASES = {
     ),
     "causal, pages of 24": Case(TREE, Heads(2, 1, 64), query_tokens=3, page_size=24),
     "seven q heads": Case(SIX, Heads(7, 1, 64), page_size=8),
-    "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True),
-    "many streams": Case(TREE, Heads(8, 4, 64), num_ctas=3, many=True),
+    "a group in parts, sinks": Case(
+        Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True,
+        sinks=np.linspace(-2, 4, 71, dtype=np.float32),
+    ),
+    "many streams, sinks of 16 bits": Case(
+        TREE, Heads(8, 4, 64), num_ctas=3, many=True, sinks=np.linspace(-2, 4, 8).astype(jnp.float16)
+    ),
     "a window": Case(Tree([-1, 0, 0], [400, 9, 30], [2, 1]), Heads(2, 1, 64), window=200),
     "a chunked window, a cap and sinks": Case(
         Tree([-1, *[0] * 6], [300, *range(6, 0, -1)], list(range(1, 7))), Heads(16, 1, 64),

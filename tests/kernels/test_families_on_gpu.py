@@ -132,6 +132,7 @@ def test_many_requests_in_any_order_on_any_number_of_thread_blocks(
         forest,
         plan,
         requests=range(0, 100, 7),
+        sinks=np.linspace(-2, 4, heads.q).astype(jnp.bfloat16) if order == "scattered" else None,
     )
 
 

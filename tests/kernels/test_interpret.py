@@ -89,8 +89,13 @@ CASES = {
     "a stream for many thread blocks": Case(SIX, Heads(4, 1, 128), num_ctas=4, grain=0),
     "some streams": Case(SIX, Heads(4, 2, 128), num_ctas=4, grain=2),
     "more streams": Case(TREE, Heads(3, 1, 64), num_ctas=3, grain=3),
-    "many streams": Case(TREE, Heads(8, 2, 64), num_ctas=3, grain=4),
-    "a group in parts": Case(Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True),
+    "many streams, sinks of 16 bits": Case(
+        TREE, Heads(8, 2, 64), num_ctas=3, grain=4, sinks=np.linspace(-2, 4, 8).astype(jnp.bfloat16)
+    ),
+    "a group in parts, sinks": Case(
+        Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), num_ctas=1, wide=True,
+        sinks=np.linspace(-2, 4, 71, dtype=np.float32),
+    ),
     # Blocks that all rows see in full lie between blocks that the window and those that the end of a node cuts.
     "a window": Case(Tree([-1, 0, 0], [700, 9, 30], [2, 1]), Heads(2, 1, 64), num_ctas=3, window=500),
     "a chunked window, wide, a cap and sinks": Case(
