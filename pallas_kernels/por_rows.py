@@ -37,7 +37,7 @@ class Merge(NamedTuple):
         """The layout of registers [rows]."""
         return self.layout.reduce(1)
 
-    def filled(self, value: float, *shape: int) -> jax.Array:
+    def filled(self, value: float | jax.Array, *shape: int) -> jax.Array:
         """Return registers of one value, [rows] or [rows, H]."""
         layout = self.layout if len(shape) == 2 else self.of_rows
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -79,6 +79,8 @@ def sinks_of_rows(
     """Return the sink of each row of a tile from one on, float32 [rows]; None if there are none."""
     if not hasattr(refs, "sinks"):
         return None
+    if packing.group == 1:  # a number that all threads have in common is no index for each
+        return merge.filled(refs.sinks[head].astype(jnp.float32), merge.rows)
     row = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=THREAD) + begin
     of_unit = jnp.int32(packing.rows_of_unit)
     unit = jnp.minimum(lax.div(row, of_unit), packing.units - 1)
