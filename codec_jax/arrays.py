@@ -30,7 +30,7 @@ def bucket(size: int, minimum: int = 8) -> int:
 
 def to_int32(values: HostOrDevice, minimum: int) -> Int[HostOrDevice, "*shape"]:
     """Return integers of any width as int32, in [minimum, 2**31 - 1] instead of wrapped around."""
-    if values.dtype.itemsize > 4:
+    if values.dtype.itemsize > 4 or values.dtype == np.uint32:
         values = values.clip(max(minimum, np.iinfo(values.dtype).min), 2**31 - 1)
     return values.astype(np.int32)
 

@@ -47,7 +47,7 @@ def integer(name: str, value: Any, minimum: int = 1, below: int = 2**31) -> int:
 
 def number(name: str, value: Any) -> float:
     """Return a number that is finite in float32, or raise ValueError."""
-    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         # Integers of hundreds of digits raise OverflowError.
         with np.errstate(over="ignore"), contextlib.suppress(OverflowError):
             if np.isfinite(np.float32(value)):

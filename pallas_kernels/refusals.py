@@ -5,6 +5,10 @@ from collections.abc import Collection
 from pallas_kernels.family import Tiling
 from pallas_kernels.heads import Heads, Scores
 from pallas_kernels.plan_format import PlanArrays
+from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX
+
+#: Of scores: times this, that of a token which a row does not see is still below the least maximum of a row.
+_LEAST_FACTOR = 10 * MIN_ROW_MAX / MASK_VALUE
 
 
 def of_values_in_keys(heads: Heads) -> str | None:
@@ -30,10 +34,15 @@ def of_head_sizes(heads: Heads, sizes: Collection[tuple[int, int]]) -> str | Non
 
 
 def of_scores(scores: Scores | None) -> str | None:
-    """Say why not, for scores of which the greatest product would have the least weight."""
-    if scores is None or scores.scale >= 0:
+    """Say why not, for scores of which the greatest product would have the least weight, or masked ones some."""
+    if scores is None:
         return None
-    return f"it takes a scale of 0 or more, got {scores.scale}"
+    if scores.scale < 0:
+        return f"it takes a scale of 0 or more, got {scores.scale}"
+    if scores.log2_factor >= _LEAST_FACTOR:
+        return None
+    name, got = ("scale", scores.scale) if scores.softcap is None else ("softcap", scores.softcap)
+    return f"it takes a {name} of {_LEAST_FACTOR:g} or more, got {got}"
 
 
 def of_plan(plan: PlanArrays | None, wanted: Tiling, way_out: str = "") -> str | None:

@@ -228,15 +228,19 @@ def _descale(name: str, given: Any, k_cache: Array, batch: int) -> Float[Array, 
     if given is None:
         return None
     if k_cache.dtype.itemsize > 1:
-        if isinstance(given, jax.core.Tracer) or not (np.asarray(given) == 1).all():
+        if isinstance(given, jax.core.Tracer) or not (checks.host_array(name, given) == 1).all():
             raise ValueError(
                 f"{name}: expected 1 for a cache of {k_cache.dtype}, got other factors; they are for one byte a number"
             )
         return None
-    factors = jnp.asarray(given, jnp.float32)
     shape = (batch, k_cache.shape[2])
-    if factors.shape not in ((), shape):
-        raise ValueError(f"{name}: expected a number, or one for each row and kv head {shape}, got {factors.shape}")
+    try:
+        factors = jnp.asarray(given, jnp.float32)
+    except (TypeError, ValueError):
+        factors = None
+    if factors is None or factors.shape not in ((), shape):
+        got = f"{given!r:.100}" if factors is None else factors.shape
+        raise ValueError(f"{name}: expected a number, or one for each row and kv head {shape}, got {got}")
     return jnp.broadcast_to(factors, shape)
 
 
@@ -252,7 +256,7 @@ def _window(
         ) from None
     left, right = (checks.integer("window_size", x, -1, below=2**63) for x in (left, right))
     left = -1 if left >= _MOST_TOKENS else left
-    chunk = 0 if attention_chunk is None else checks.integer("attention_chunk", attention_chunk, 0)
+    chunk = 0 if attention_chunk is None else checks.integer("attention_chunk", attention_chunk, 0, below=_MOST_TOKENS)
     if right > 0:
         raise ValueError(f"window_size: expected -1 or 0 on the right, got {right}; pass causal=True, or ({left}, 0)")
     if chunk and left >= 0:
@@ -337,7 +341,8 @@ def _refuse(others: dict[str, Any]) -> None:
         if name in _HINTS or value is None:
             continue
         neutral = _NEUTRAL.get(name)
-        if neutral is None or not (np.asarray(value) == np.asarray(neutral)).all():
+        is_known = neutral is not None and not isinstance(value, jax.core.Tracer)
+        if not is_known or not (checks.host_array(name, value) == np.asarray(neutral)).all():
             got = f"an array of shape {value.shape}" if getattr(value, "shape", ()) else repr(value)
             raise ValueError(f"{name}: expected {neutral}, got {got}; {_REFUSED[name]}")
 

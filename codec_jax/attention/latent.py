@@ -83,7 +83,8 @@ def latent_attention(
       implementation: as in `forest_attention`. "mosaic" takes L = 512, rope = 64 and a plan with value_head_dim=L; it
         multiplies in the dtype of the pages, to which it rounds the query.
 
-    Returns [B, T, N, V] in the dtype of query_nope; query, scores and sums are float32 on the way.
+    Returns [B, T, N, V] in the dtype of query_nope; query, scores and sums are float32 on the way, but that the query
+    has the dtype of K and V where these are reconstructed.
 
     Raises ValueError for shapes that do not fit, PlanError for a plan that does not.
 
@@ -96,6 +97,7 @@ def latent_attention(
     (2, 1, 8, 20)
     """
     held = latent_pages if isinstance(latent_pages, LatentPages) else LatentPages(latent_pages)
+    query_nope, query_rope = checks.array("query_nope", query_nope), checks.array("query_rope", query_rope)
     latent, num_heads, nope = _check_weights(held, up_key, up_value)
     rope = held.size - latent
     axes = checks.shape("query_nope", query_nope, B=None, T=None, N=num_heads, H=nope)
@@ -108,7 +110,11 @@ def latent_attention(
     of_latents = partial(attend, query, latent_pages, None, plan=plan)
     if reconstructed is None:
         return _values(of_latents(), up_value).astype(query_nope.dtype)
+    checks.instance("reconstructed", reconstructed, Reconstructed)
     pages = reconstructed.pages
+    checks.instance("plan", plan, Plan)
+    if (window := reconstructed.plan.arrays.window) != plan.arrays.window:
+        raise PlanError(f"reconstructed: expected a plan with window = {plan.arrays.window}, as plan has, got {window}")
     for name, each in (("plan", plan), ("reconstructed", reconstructed.plan)):
         if each.subset_pages is None:
             raise PlanError(f"{name}: expected a plan of some of the pages, got one of all; make it with subset=")
@@ -141,7 +147,7 @@ def of_heads(
     query_nope: Float[Array, "B T N nope"], query_rope: Float[Array, "B T N rope"], dtype: DTypeLike
 ) -> Float[Array, "B T N nope+rope"]:
     """Return the queries of K and V that were reconstructed in a dtype, in that dtype."""
-    return _within(jnp.concatenate([query_nope, query_rope.astype(query_nope.dtype)], axis=-1), dtype)
+    return jnp.concatenate([_within(query_nope, dtype), _within(query_rope, dtype)], axis=-1)
 
 
 def expanded(attended: Float[Array, "B T N values"], up_value: Float[Array, "L N V"]) -> Float[Array, "B T N V"]:
@@ -166,7 +172,7 @@ def reconstruct(
       dtype: of K and V; defaults to float16 for bfloat16 latents, and to that of others. What is larger than its
         largest number becomes that.
 
-    Raises ValueError for shapes that do not fit.
+    Raises ValueError for shapes and dtypes that do not fit, TypeError for `LatentPages`.
 
     >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[100, 20, 5], leaf=[1, 2])
     >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=8, head_dim=24 + 16, value_head_dim=20)
@@ -175,10 +181,13 @@ def reconstruct(
     >>> jax.jit(forest_attention)(query, pages.key, pages.value, forest, plan).shape
     (2, 1, 8, 20)
     """
+    if isinstance(latent_pages, LatentPages):
+        raise TypeError("latent_pages: expected an array, got LatentPages; pass what their rows(page_ids) gives")
     latent, _, _ = _check_weights(LatentPages(latent_pages), up_key, up_value)
     rope = latent_pages.shape[3] - latent
     latents, rotated = latent_pages[..., 0, :latent], latent_pages[..., latent:]
     dtype = reconstructed_dtype(latent_pages.dtype) if dtype is None else dtype
+    checks.float_dtype("dtype", dtype)
     key = _within(_product("psl,lnd->psnd", latents, up_key), dtype)
     value = finite(_within(_product("psl,lnv->psnv", latents, up_value), dtype), dtype)
     shared = jnp.broadcast_to(_within(rotated, dtype), (*key.shape[:3], rope))
@@ -209,6 +218,8 @@ def _product(equation: str, left: Array, right: Array) -> Array:
 def _check_weights(pages: LatentPages, up_key: Array, up_value: Array) -> tuple[int, int, int]:
     """Return L, N and nope. Raises ValueError unless pages and weights fit together."""
     checks.shape("up_key", up_key, L=None, N=None, nope=None)
+    checks.float_dtype("up_key", up_key.dtype)
+    checks.float_dtype("up_value", up_value.dtype)
     latent, num_heads, nope = up_key.shape
     checks.shape("up_value", up_value, L=latent, N=num_heads, V=None)
     checks.shape("latent_pages", pages.latent, num_pages=None, page_size=None, heads=1, numbers=None)

@@ -76,7 +76,7 @@ class LatentPages:
             latents take one byte a number, each 128 of them with a scale, and rotated keys are bfloat16.
           rope: numbers of the rotated key, which one byte a number needs to know.
 
-        Raises ValueError for another dtype, and for one byte a number unless L is a multiple of 128.
+        Raises ValueError for sizes that are none, another dtype, and one byte a number unless L is a multiple of 128.
 
         >>> from codec_jax import LatentPages
         >>> LatentPages.zeros(num_pages=4, page_size=16, size=512 + 64).latent.shape
@@ -86,7 +86,8 @@ class LatentPages:
         [512, 4, 64]
         """
         checks.float_dtype("dtype", dtype, jnp.dtype(jnp.float8_e4m3fn))
-        shape = (num_pages, page_size, 1)
+        shape = (checks.integer("num_pages", num_pages, 0), checks.integer("page_size", page_size), 1)
+        size = checks.integer("size", size)
         if jnp.dtype(dtype).itemsize > 1:
             return cls(jnp.zeros((*shape, size), dtype))
         latent = size - checks.integer("rope", rope, 0)

@@ -77,6 +77,7 @@ def choose_reconstructed(
     if not forest.is_host:
         raise TypeError("forest: expected NumPy arrays, got arrays on a device; choose with the host's forest")
     sizes = {"num_q_heads": num_q_heads, "latent": latent, "nope": nope, "value": value, "query_tokens": query_tokens}
+    sizes["itemsize"] = itemsize
     for name, size in sizes.items():
         checks.integer(name, size)
     checks.integer("rope", rope, 0)

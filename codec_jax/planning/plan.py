@@ -184,17 +184,7 @@ class Plan:
         >>> forest = Forest.from_nodes(parent=[-1, 0, 0], length=[1000, 20, 5], leaf=[1, 2])
         >>> make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64).check_shapes(forest)
         """
-        checks.instance("forest", forest, Forest)
-        for name, planned, got in (
-            ("page_size", self.page_size, forest.page_size),
-            ("request_capacity", self.arrays.request_capacity, forest.request_capacity),
-            ("node_capacity", self.guard.min_length.shape[0], forest.node_capacity),
-        ):
-            if planned != got:
-                raise PlanError(
-                    f"plan: expected a plan for {name} = {got}, which the forest has, got one for {planned}; "
-                    "make a plan for this forest"
-                )
+        check_capacities(self, forest)
         if forest.is_host and self.is_host:
             self._check_values(self.guard, forest)
 
@@ -208,6 +198,21 @@ class Plan:
             raise PlanError(
                 f"plan: expected lengths within the plan's steps, got {got} in node {node}, "
                 f"which was planned for {guard.min_length[node]} to {guard.max_length[node]}; make a new plan"
+            )
+
+
+def check_capacities(plan: Plan, forest: Forest) -> None:
+    """Raise PlanError for a plan of a forest with other capacities, or pages of another size."""
+    checks.instance("forest", forest, Forest)
+    for name, planned, got in (
+        ("page_size", plan.page_size, forest.page_size),
+        ("request_capacity", plan.arrays.request_capacity, forest.request_capacity),
+        ("node_capacity", plan.guard.min_length.shape[0], forest.node_capacity),
+    ):
+        if planned != got:
+            raise PlanError(
+                f"plan: expected a plan for {name} = {got}, which the forest has, got one for {planned}; "
+                "make a plan for this forest"
             )
 
 

@@ -1,5 +1,6 @@
 """Arguments of `forest_attention` that do not fit, and those that do in other forms."""
 
+import re
 from typing import Any
 
 import jax
@@ -77,10 +78,10 @@ def test_arrays_that_do_not_fit_are_refused_by_name(case: str) -> None:
         jax.eval_shape(lambda *arrays: forest_attention(*arrays, forest, plan), *arrays)
 
 
-@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, np.complex64(1)])
 def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
     layout, forest = Layout(), forest_of(SECTIONS)
-    with pytest.raises(ValueError, match=f"^scale: .*{scale}"):
+    with pytest.raises(ValueError, match=rf"^scale: expected a finite number, got .*{re.escape(str(scale))}"):
         forest_attention(*layout.arrays(np.random.default_rng(0)), forest, layout.plan(forest), scale=scale)
 
 

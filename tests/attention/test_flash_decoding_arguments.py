@@ -270,6 +270,16 @@ WRONG = {
         {"window_size": (8, 0), "attention_chunk": 16},
         r"^attention_chunk: expected 0 beside window_size = \(8, 0\), got 16; pass one of them",
     ),
+    "a chunk without end": (
+        {"attention_chunk": 2**30}, r"^attention_chunk: expected an integer of at least 0 and below 1073741823"
+    ),
+    "a factor that is no number": (
+        {"k_descale": "a"} | {name: x.astype("float8_e4m3fn") for name, x in arrays()._asdict().items() if name != "q"},
+        r"^k_descale: expected a number, or one for each row and kv head \(5, 2\), got 'a'",
+    ),
+    "factors of rows of several lengths": (
+        {"q_descale": [[1], [1, 2]]}, r"^q_descale: expected rows of one length, got rows of several"
+    ),
     "several tokens that see all keys to the right": (
         {"q": np.zeros((ROWS, 2, HEADS, HEAD_DIM), np.float32), "window_size": (8, -1)},
         r"^window_size: expected no bound on the left without causal, got \(8, -1\); pass causal=True",

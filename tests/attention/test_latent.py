@@ -181,6 +181,12 @@ def test_dtypes_of_weights_pages_and_queries_may_differ() -> None:
     given, forest = arrays(sizes), sizes.forest(SECTIONS)
     mixed = given._replace(latent_pages=given[2].astype(jnp.bfloat16), up_key=given[3].astype(jnp.float16))
     assert_close(absorb(*mixed, forest, sizes.plan(forest)), attend_each(mixed, SECTIONS))
+    # Rotated queries out of range of the others' dtype, which the scale makes small.
+    mixed = given._replace(query_nope=given.query_nope.astype(jnp.float16), query_rope=1e5 * given.query_rope)
+    subset = PageSubset.of(np.arange(4), PAGES, 4)
+    out = absorb(*mixed, forest, sizes.plan(forest), scale=1e-5)
+    both = attend_both(mixed, forest, plans_of(sizes, forest, subset), subset.page_ids, 1e-5)
+    np.testing.assert_allclose(np.asarray(both, np.float64), np.asarray(out, np.float64), atol=2e-3)
 
 
 def test_one_plan_serves_a_generation() -> None:
@@ -238,6 +244,25 @@ def test_shapes_that_do_not_fit_are_refused_by_name(name: str, shape: tuple[int,
     if not name.startswith("query"):
         with pytest.raises(ValueError, match=rf"^{name}: expected "):
             reconstruct(*shaped[2:])
+
+
+def test_what_weights_and_pages_cannot_be_is_refused_by_name() -> None:
+    sizes = Sizes()
+    given, forest = arrays(sizes), sizes.forest(SECTIONS)
+    for name in ("up_key", "up_value"):
+        wrong = given._replace(**{name: getattr(given, name).astype(jnp.complex64)})
+        with pytest.raises(ValueError, match=rf"^{name}: expected float32, bfloat16 or float16, got complex64"):
+            latent_attention(*wrong, forest, sizes.plan(forest))
+    with pytest.raises(ValueError, match=r"^query_nope: expected "):
+        latent_attention(*given._replace(query_nope=[1.0]), forest, sizes.plan(forest))
+    with pytest.raises(TypeError, match=r"^latent_pages: expected an array, got LatentPages"):
+        reconstruct(LatentPages(given.latent_pages), given.up_key, given.up_value)
+    with pytest.raises(ValueError, match=r"^dtype: expected float32, bfloat16 or float16, got int32"):
+        reconstruct(given.latent_pages, given.up_key, given.up_value, jnp.int32)
+    forms = {"num_q_heads": 4, "latent": 32, "rope": 16, "nope": 24, "value": 20, "num_pages": PAGES, "capacity": 4}
+    for itemsize in (0, -2, "x", 2.0):
+        with pytest.raises(ValueError, match=rf"^itemsize: expected an integer of at least 1, got {itemsize!r}"):
+            choose_reconstructed(forest, **forms, itemsize=itemsize)
 
 
 def test_reconstructed_values_are_finite() -> None:
@@ -378,6 +403,13 @@ def test_plans_of_all_pages_are_refused_beside_reconstructed_ones() -> None:
         ValueError, match=r"^return_residuals: expected True, for the plan is of some of the pages, got F"
     ):
         latent_attention(*given, forest, plan)
+    windowed = Reconstructed(pages, sizes.plan(forest, absorbed=False, subset=subset, window=30))
+    with pytest.raises(
+        PlanError, match=r"^reconstructed: expected a plan with window = None, as plan has, got Window\("
+    ):
+        latent_attention(*given, forest, plan, reconstructed=windowed)
+    with pytest.raises(TypeError, match=r"^reconstructed: expected a Reconstructed, got int"):
+        latent_attention(*given, forest, plan, reconstructed=3)
     few = Reconstructed(jax.tree.map(lambda x: x[:3], pages), of_pages)
     with pytest.raises(ValueError, match=r"^key_pages: expected .*num_pages = 4"):
         latent_attention(*given, forest, plan, reconstructed=few)

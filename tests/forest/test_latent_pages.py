@@ -90,6 +90,9 @@ def test_what_cannot_be_is_refused() -> None:
         ValueError, match=r"^dtype: expected float32, bfloat16, float8_e4m3fn or float16, got float8_e5"
     ):
         LatentPages.zeros(4, 8, SIZE, jnp.float8_e5m2, rope=ROPE)
+    for name, sizes in {"num_pages": (-1, 8, SIZE), "page_size": (4, 0, SIZE), "size": (4, 8, "x")}.items():
+        with pytest.raises(ValueError, match=rf"^{name}: expected an integer of at least [01], got (-1|0|'x')"):
+            LatentPages.zeros(*sizes)
     with pytest.raises(ValueError, match=r"^rope: expected an integer of at least 0, got None"):
         LatentPages.zeros(4, 8, SIZE, jnp.float8_e4m3fn)
     for rope in (7, SIZE):

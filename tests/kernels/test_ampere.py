@@ -331,6 +331,15 @@ def test_thread_blocks_fit_the_shared_memory_of_every_device(capability: str) ->
         assert together * (block.shared_bytes(head_dim) + 1024) <= (kib + 1) * 1024  # the driver takes one for itself
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("scale", "softcap"), [(1e-9, None), (0.0, 1e-9), (0.125, 1e-9)])
+def test_the_smallest_scores_are_masked_as_others(scale: float, softcap: float | None) -> None:
+    forest, heads = Forest.from_nodes(*SIX), Heads(2, 1, 64)
+    plan = ampere_plan(forest, heads, query_tokens=2, num_ctas=2, block_tokens=128)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, 2, len(forest.used_pages) + 1)
+    check(arrays, forest, plan, implementation="ampere", scale=scale, softcap=softcap)
+
+
 def test_a_negative_scale_is_refused() -> None:
     got = AMPERE.why_not(AllHeads(8, 2, 64, 64), device(), Scores(-0.5))
     assert got == "it takes a scale of 0 or more, got -0.5"

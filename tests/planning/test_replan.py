@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import HEADS, assert_computes_everything_once, cases, room
 
-from codec_jax import Forest, OutOfPagesError, PagePool, Window, make_plan, replan
+from codec_jax import Forest, OutOfPagesError, PagePool, PlanError, Window, make_plan, replan
 from codec_jax.planning.cost import HeadLayout
 
 
@@ -76,6 +76,10 @@ def test_a_forest_on_a_device_and_something_else_than_a_plan_are_refused():
         replan(plan, jax.device_put(forest))
     with pytest.raises(ValueError, match=r"steps: expected an integer of at least 1, got 0"):
         replan(plan, forest, steps=0)
+    for name, capacity in {"page_size": 8, "request_capacity": 2, "node_capacity": 3}.items():
+        other = Forest.from_nodes([-1], [40], [0], **{name: capacity})
+        with pytest.raises(PlanError, match=rf"^plan: expected a plan for {name} = {capacity}, which the forest has"):
+            replan(plan, other)
     with pytest.raises(TypeError, match=r"subset: expected a PageSubset, got int"):
         replan(plan, forest, subset=3)
     with pytest.raises(TypeError, match=r"plan: expected a Plan, got Forest"):
