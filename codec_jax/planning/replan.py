@@ -19,8 +19,8 @@ def replan(plan: Plan, forest: Forest, *, steps: int = 1, subset: PageSubset | N
       steps: tokens that every leaf may grow by before a new plan is due, as in `make_plan`.
       subset: the pages to plan for, if the plan before was of a subset of the same capacity.
 
-    Raises what `make_plan` raises, TypeError for what is no plan, ValueError for a subset of another capacity, PlanError
-    for a forest of others.
+    Raises what `make_plan` raises, TypeError for what is no plan, ValueError for a subset of another capacity, and
+    PlanError for a forest of others.
 
     >>> forest, pool = Forest.from_nodes([-1], [30], [0]).reserve(PagePool.create(8, np.arange(2)), 40)
     >>> plan = make_plan(forest, num_q_heads=8, num_kv_heads=2, head_dim=64, steps=16)
