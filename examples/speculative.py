@@ -46,7 +46,7 @@ def by_the_rules(text: list[int]) -> Counter[int]:
 
 
 def draw(weights: Sequence[int], count: int, rng: np.random.Generator | None) -> list[int]:
-    """Draw up to `count` indices one by one without replacement; the most probable ones without `rng`."""
+    """Draw up to `count` indices of positive weights without replacement; the most probable ones without `rng`."""
     # As the largest of independent Gumbel numbers.
     noise = 0.0 if rng is None else rng.gumbel(size=len(weights))
     return np.argsort(-(np.log(weights) + noise), kind="stable")[:count].tolist()
@@ -61,7 +61,7 @@ def grow(
     for width in widths:
         above, level = level, []
         for candidate, path in above:
-            likely = guess(path).most_common(drafts.ids.shape[2])
+            likely = (+guess(path)).most_common(drafts.ids.shape[2])  # a token of weight 0 is no guess
             if not likely:
                 continue
             ids, weights = zip(*likely, strict=True)

@@ -2,7 +2,8 @@
 
     verify   one pass over prompt (read once for all its samples), answer and tree
     accept   a guess x, drawn from q, where the model has p: keep x with probability min(1, p(x) / q(x)); else go on to
-             its next sibling with p <- the positive part of p - q, and q <- q without x, both normalised
+             its next sibling with p <- the positive part of p - q, and q <- q without x, both normalised; where q
+             gives x nothing, go on at once
     compact  K and V of the path move to the front of the tree's slots, and the rest of the tree is forgotten
 
 However bad the guesses are, the tokens are distributed as those that the model samples one by one. The rule is that of
@@ -63,15 +64,19 @@ def accept(
     likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
     model = jnp.where(temperature == 0.0, likeliest, jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)))
     draft = jax.vmap(lambda ids, probability: jnp.zeros(logits.shape[-1]).at[ids].add(probability))(ids, probability)
+    tiny = jnp.finfo(draft.dtype).tiny
+    draft = jnp.where(draft >= tiny, draft, 0.0)  # some devices take smaller numbers for 0, and some do not
 
     def test(carry: tuple, place: Array) -> tuple:
         """Test the candidate if it is a child of the last one that was kept; its earlier siblings were not."""
         last, p, q = carry
-        token, tested = tokens[place], parent[place] == last
+        token = tokens[place]
+        # A guess to which q gives nothing says nothing about the others. At temperature 0 any guess may be right.
+        tested = (parent[place] == last) & ((q[token] > 0.0) | (temperature == 0.0))
         kept = tested & (chance[place] * q[token] < p[token])
         others, left = jnp.maximum(p - q, 0.0), q.at[token].set(0.0)
         refused_p = jnp.where(others.sum() > 0, others / jnp.maximum(others.sum(), 1e-30), p)
-        refused_q = left / jnp.maximum(left.sum(), 1e-30)
+        refused_q = left / jnp.maximum(left.sum(), tiny)
         p = jnp.where(kept, model[place], jnp.where(tested, refused_p, p))
         q = jnp.where(kept, draft[place], jnp.where(tested, refused_q, q))
         return (jnp.where(kept, place, last), p, q), kept

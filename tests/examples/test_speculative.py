@@ -107,6 +107,25 @@ def test_at_temperature_0_the_likeliest_guesses_are_kept_and_nothing_else() -> N
         assert following == model[tokens[last]].argmax()
 
 
+@pytest.mark.parametrize("rest", [(1e-20, 0), (1e-31, 0), (1e-40, 0), (3e-38, 1e-38), (0, 0)], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_siblings_to_which_the_draft_gives_next_to_nothing_leave_the_model_as_it_is(rest, temperature) -> None:
+    """The surest guess comes first, and then one that hardly any drawing would give."""
+    model, draft = np.asarray([0.3, 0.5, 0.2], np.float32), np.asarray([1, *rest], np.float32)
+    parent, tokens = jnp.asarray([-1, 0, 0], jnp.int32), jnp.asarray([0, 0, 1], jnp.int32)
+    logits, ids = jnp.tile(jnp.log(model), (3, 1)), jnp.tile(jnp.arange(3, dtype=jnp.int32), (3, 1))
+    decide = partial(accept, temperature=jnp.float32(temperature))
+    many = jax.jit(jax.vmap(decide, in_axes=(0, *[None] * 5)))
+    keys = jax.random.split(jax.random.key(0), TREES)
+    kept, following = map(np.asarray, many(keys, logits, parent, tokens, ids, jnp.tile(draft, (3, 1))))
+    first = np.where(kept[:, 1], 0, np.where(kept[:, 2], 1, following))
+    if temperature == 0.0:
+        assert (first == 1).all()
+        assert kept[:, 2].all()
+    else:
+        assert chi_square(np.bincount(first, minlength=3), model) < 9.3  # of 2 degrees: by chance once in 10,000
+
+
 # --- Drafts -------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +172,17 @@ def test_trees_hold_different_guesses_of_what_may_follow_each_candidate(
             assert drawn_from[token] == pytest.approx(may.count(token) / len(may))
         if greedy and children:
             assert may.count(children[0]) == max(map(may.count, may))
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("weights", "guesses"), [({1: 3, 2: 0, 3: 1}, {1: 0.75, 3: 0.25}), ({2: 0}, {}), ({}, {})])
+def test_tokens_of_weight_0_are_no_guesses(weights: dict, guesses: dict, greedy: bool) -> None:
+    drafts, rng = Drafts.empty(1, 4), None if greedy else np.random.default_rng(0)
+    assert speculative.grow(drafts, 0, [9], lambda _: Counter(weights), [3], rng) == len(guesses)
+    assert set(drafts.tokens[0, 1 : len(guesses) + 1].tolist()) == set(guesses)
+    assert (drafts.parent[0, len(guesses) + 1 :] == -1).all()
+    drawn_from = zip(drafts.ids[0, 0].tolist(), drafts.probability[0, 0].tolist(), strict=True)
+    assert {token: chance for token, chance in drawn_from if chance} == guesses
 
 
 def test_guesses_follow_the_rules_and_leave_out_no_correct_step() -> None:
