@@ -29,6 +29,7 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from verification import Drafts
 
+    from codec_jax import Plan
     from codec_jax.nnx import Decoder, Sampler
 
 Guess = Callable[[list[int]], Counter[int]]  # text so far -> how likely tokens are to follow it
@@ -102,29 +103,31 @@ def speculate(
     widths: Sequence[int] = WIDTHS,
     seed: int = 0,
 ) -> Answers:
-    """Continue prompts up to a stop token or max_new_tokens, with a sampler of the model for as many requests."""
+    """Continue prompts up to a stop token or max_new_tokens, with a sampler of the model for them all."""
     import jax
     from flax import nnx
     from verification import Drafts, verify
 
-    from codec_jax import make_plan, replan
+    from codec_jax import checks, make_plan, replan
     from codec_jax.nnx.params import SamplingParams
     from codec_jax.nnx.sampling import RowOptions, draw
 
-    size, depth, batch, config = tree_size(widths), len(widths) + 1, len(prompts), model.config
+    checks.integer("max_new_tokens", max_new_tokens)
+    size, depth, batch, config = tree_size(widths), len(widths) + 1, sampler.max_requests, model.config
     heads = {name: getattr(config, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
     heads |= {"kv_dtype": config.cache_dtype}
     graph, weights = nnx.split(model)
     run = jax.jit(lambda weights, *rest: verify(nnx.merge(graph, weights), depth, *rest), donate_argnums=1)
-    state, plan = sampler.start(prompts, progress=True), None
+    state = sampler.start(prompts, progress=True)
+    plans: tuple[Plan, ...] = ()  # for each of the model's windows
     forest, pool, cache = state.forest, state.pool, state.cache
     key, rng = jax.random.key(seed), np.random.default_rng(seed) if temperature > 0 else None
     # The first token of each request is the model's own, as every pass brings another one.
     # It has streams of its own, apart from those of `verify`.
     rows = [SamplingParams(temperature=temperature, seed=seed, stream=batch + row) for row in range(batch)]
     first = draw(state.logits, RowOptions.of(rows, config.vocab_size), None, forest.request_length).token
-    answers = Answers([[token] for token in first.tolist()], [[False] for _ in prompts])
-    with tqdm(total=batch, desc="decode", unit="answer") as bar:
+    answers = Answers([[token] for token in first[: len(prompts)].tolist()], [[False] for _ in prompts])
+    with tqdm(total=len(prompts), desc="decode", unit="answer") as bar:
         while True:
             requests, done = [], []
             for request in np.flatnonzero(forest.active).tolist():
@@ -137,12 +140,14 @@ def speculate(
                 return answers
             forest, pool = forest.reserve(pool, size)
             grown = forest.extend(size)
-            plan = replan(plan, grown) if plan else make_plan(grown, **heads, query_tokens=size)
+            plans = tuple(replan(plan, grown) for plan in plans) or tuple(
+                make_plan(grown, **heads, query_tokens=size, window=window) for window in config.windows_used
+            )
             drafts = Drafts.empty(batch, size)
             for request in requests:
                 text = prompts[request] + answers.tokens[request]
                 answers.guesses += grow(drafts, request, text, guess, widths, rng)
-            cache, *results = run(weights, cache, forest, plan, drafts, key, np.float32(temperature))
+            cache, *results = run(weights, cache, forest, plans, drafts, key, np.float32(temperature))
             path, count, following = jax.device_get(results)
             forest = forest.extend(count)
             answers.passes, answers.trees = answers.passes + 1, answers.trees + len(requests)

@@ -22,8 +22,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from codec_jax import DraftTrees, Forest, KVPages, Plan
+from codec_jax import DraftTrees, Forest, KVPages
 from codec_jax.nnx import Decoder
+from codec_jax.nnx.batch import Plans
 from codec_jax.nnx.sampling import request_keys
 
 SUPPORT = 8  # tokens to which guesses give any probability
@@ -92,7 +93,7 @@ def verify(
     depth: int,
     cache: tuple[KVPages, ...],
     forest: Forest,
-    plan: Plan,
+    plan: Plans,
     drafts: Drafts,
     key: Key[Array, ""],
     temperature: Float[Array, ""],

@@ -4,13 +4,15 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tree_of_thoughts
 from checkpoints import write_checkpoint
 from flax import nnx
 
-from codec_jax.nnx import Decoder, Sampler, open_checkpoint
+from codec_jax import Window
+from codec_jax.nnx import Decoder, DecoderConfig, Sampler, open_checkpoint
 
 
 class Dense:
@@ -54,6 +56,19 @@ class SmallModel:
         return self._dense.greedy(prompt, most, self.stop)
 
 
+class WindowedModel(SmallModel):
+    """Three layers with random weights that see differently far, for the same tokens."""
+
+    def __init__(self) -> None:
+        windows = Window(9), None, Window(16, chunked=True)
+        dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+        config = DecoderConfig(self.vocab_size, 32, 48, 3, 4, 2, 16, windows=windows, **dtypes)
+        graph, weights = nnx.split(Decoder(config, nnx.Rngs(3)))
+        # Texts hardly repeat if attention is sharp.
+        self.decoder = nnx.merge(graph, jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, weights))
+        self._dense = Dense(self.decoder, self.max_context)
+
+
 @pytest.fixture(scope="session")
 def game_sampler() -> Sampler:
     """A sampler of the decoder that plays Game of 24, compiled once: 2 puzzles with 20 states of each."""
@@ -65,3 +80,8 @@ def game_sampler() -> Sampler:
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def windowed() -> WindowedModel:
+    return WindowedModel()

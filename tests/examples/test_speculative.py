@@ -204,9 +204,11 @@ def test_guesses_follow_the_rules_and_leave_out_no_correct_step() -> None:
 # --- Decoding -----------------------------------------------------------------------------------------------------
 
 
-def test_at_temperature_0_tokens_are_those_of_greedy_decoding_in_fewer_passes(small) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("small", 4), ("small", 6), ("windowed", 4)])
+def test_at_temperature_0_tokens_are_those_of_greedy_decoding_in_fewer_passes(request, name, rows) -> None:
     """Four prompts of six tokens, of which three begin alike and two are the same; right and wrong guesses of them."""
     prompts = [[7, 8, 9, 10, 11, 12], [7, 8, 9, 10, 30, 31], [20, 21, 22, 23, 24, 25], [7, 8, 9, 10, 11, 12]]
+    small = request.getfixturevalue(name)
     greedy = [small.greedy(prompt, 30) for prompt in prompts]
     answer = {tuple(prompt): tokens for prompt, tokens in zip(prompts, greedy, strict=True)}
     trusted = {1, 2, 5, 7, 8, 9, 10, 14, 20, 21, 22, 23}  # of these tokens of an answer, the guesses are right first
@@ -216,7 +218,7 @@ def test_at_temperature_0_tokens_are_those_of_greedy_decoding_in_fewer_passes(sm
         right = [*answer[tuple(text[:6])], *[0] * 30][place]
         return Counter({right: 6 if place in trusted else 4, (right + 1) % small.vocab_size: 5})
 
-    sampler = Sampler(small.decoder, max_requests=4, num_pages=64)
+    sampler = Sampler(small.decoder, max_requests=rows, num_pages=64)
     options = {"max_new_tokens": 30, "stop_tokens": [small.stop], "widths": (2, 1, 1)}
     answers = speculative.speculate(small.decoder, sampler, prompts, guess, **options)
     assert answers.tokens == greedy
@@ -252,6 +254,12 @@ def test_a_report_compares_with_decoding_token_by_token(monkeypatch, capsys) -> 
     # Most of a step is arithmetic, so a pass gives several tokens.
     (steps,) = re.findall(r"tokens in (\d+) steps", output)
     assert int(steps) == max(map(len, answers.tokens)) > 3 * answers.passes
+
+
+def test_no_tokens_are_refused_as_by_the_sampler(small) -> None:
+    sampler = Sampler(small.decoder, max_requests=1, num_pages=8)
+    with pytest.raises(ValueError, match=r"^max_new_tokens: expected an integer of at least 1, got 0"):
+        speculative.speculate(small.decoder, sampler, [[7]], lambda _: Counter(), max_new_tokens=0)
 
 
 @pytest.mark.parametrize("flags", [("--puzzles", "0"), ("--temperature", "-1")], ids=" ".join)
