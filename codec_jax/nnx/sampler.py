@@ -7,9 +7,10 @@
     prune    requests leave, and with them the pages that nobody else reads
     generate whole completions, any number of them, by an `Engine`
 
-The jitted loop has the same shapes throughout, so it compiles once, however the tree changes; the host looks at its
-tokens once every `steps` tokens. All state is in `Decoding` values; the KV pages in them are updated in place, so a
-state that was passed to `decode` must not be used again.
+The jitted loop has the same shapes while the tree has up to 8 * max_requests nodes, and compiles once; where chains of
+forks have more, arrays grow, and it compiles again. The host looks at its tokens once every `steps` tokens. All state
+is in `Decoding` values; the KV pages in them are updated in place, so a state that was passed to `decode` must not be
+used again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a sampler runs on its devices: waves of prefill, and intervals of decoding.
 
-The programs have the same shapes throughout, so each compiles once, however the tree changes.
+The programs have the same shapes while the tree has up to 8 * max_requests nodes, and each compiles once; where chains
+of forks have more, arrays grow, and they compile again.
 """
 
 from __future__ import annotations
