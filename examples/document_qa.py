@@ -103,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--documents", type=Path, nargs="+", default=shipped, help="text files")
     parser.add_argument("--questions", type=Path, default=DOCUMENTS / "questions.txt", help="one question a line")
     parser.add_argument("--model", type=Path, help="directory of a checkpoint; without one, random weights")
-    parser.add_argument("--max-new-tokens", type=number(int, 1), default=64, help="of an answer (default: 64)")
+    parser.add_argument("--max-new-tokens", type=number(int, 1, 100_000), default=64, help="of an answer (default: 64)")
     parser.add_argument("--svg", type=new_file, help="also draw the forest of the prompts, to this file")
     return parser.parse_args(argv)
 

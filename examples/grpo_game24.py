@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rollout", choices=("engine", "vanilla"), default="engine", help="default: %(default)s")
     parser.add_argument("--steps", type=number(int, 1, 50), default=16, help="default: %(default)s")
     parser.add_argument("--puzzles", type=number(int, 1, 25), default=12, help="of each step (default: %(default)s)")
-    parser.add_argument("--samples", type=number(int, 2), default=16, help="games of each (default: %(default)s)")
+    parser.add_argument("--samples", type=number(int, 2, 1000), default=16, help="games of each (default: %(default)s)")
     arguments = parser.parse_args(argv)
     games = arguments.puzzles * arguments.samples
     print(f"grpo_game24: plays {games} games a step, trains on them, and does so {arguments.steps} times", flush=True)

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Sample, vote, and report."""
     parser = command(__doc__, temperature=0.5, least=0.01)  # at 0 all samples of a puzzle would be the same
     parser.add_argument("--puzzles", type=number(int, 1, game24.HELD_OUT), default=20, help="held-out, up to 100")
-    parser.add_argument("--samples", type=number(int, 1), default=32, help="games of each puzzle (default: 32)")
+    parser.add_argument("--samples", type=number(int, 1, 1000), default=32, help="games of each puzzle (default: 32)")
     arguments = parser.parse_args(argv)
     print(f"self_consistency: plays each puzzle {arguments.samples} times and takes a vote", flush=True)
     import game24_model

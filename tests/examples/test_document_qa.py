@@ -184,6 +184,7 @@ def test_files_that_hold_no_text_are_refused_by_name(tmp_path, files, flag, cont
     "flags",
     [
         ("--max-new-tokens", "0"),
+        ("--max-new-tokens", "3000000000"),
         ("--temperature", "-1"),
         ("--temperature", "nan"),
         ("--temperature", "inf"),

@@ -71,7 +71,9 @@ def test_without_tunix_it_is_said_how_to_get_it(monkeypatch):
         grpo_game24.main([])
 
 
-@pytest.mark.parametrize("flags", [("--steps", "0"), ("--samples", "1"), ("--rollout", "other")], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [("--steps", "0"), ("--samples", "1"), ("--samples", "3000000000"), ("--rollout", "other")], ids=" ".join
+)
 def test_options_that_cannot_be_are_refused(flags, capsys):
     with pytest.raises(SystemExit):
         grpo_game24.main(list(flags))

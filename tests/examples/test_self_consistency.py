@@ -86,7 +86,14 @@ def test_samples_that_are_alike_say_what_one_of_them_says_alone(small, monkeypat
 
 @pytest.mark.parametrize(
     "flags",
-    [("--samples", "0"), ("--puzzles", "0"), ("--puzzles", "101"), ("--temperature", "0"), ("--temperature", "nan")],
+    [
+        ("--samples", "0"),
+        ("--samples", "3000000000"),
+        ("--puzzles", "0"),
+        ("--puzzles", "101"),
+        ("--temperature", "0"),
+        ("--temperature", "nan"),
+    ],
     ids=" ".join,
 )
 def test_options_that_cannot_be_are_refused(flags, capsys):

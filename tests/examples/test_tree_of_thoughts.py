@@ -147,6 +147,8 @@ def test_a_search_without_a_single_correct_step_ends_with_a_report(game_sampler:
         ("--puzzles", "0"),
         ("--puzzles", "101"),
         ("--breadth", "0"),
+        ("--breadth", "3000000000"),
+        ("--proposals", "3000000000"),
         ("--json", "none/figures.json"),
         ("--numbers", "1", "2", "3", "14"),
         ("--numbers", "4 6 7 9"),
