@@ -75,7 +75,7 @@ def main() -> None:
     arguments = parse(parser)
     cases = [case for part in arguments.part for case in cases_of(part)]
     before = measured_before(arguments.json, arguments.resume)
-    rows = collect(measure_all(cases, Layout(), before), arguments.json)
+    rows = collect(measure_all(cases, Layout(), before), arguments.json, before)
     failed = [f"{row['name']}, {row['variant']}" for row in rows if row["kernel_us"] is None]
     conclude("ablation", rows, arguments.json, failed)
 

@@ -100,7 +100,7 @@ def measure_all(
         with GPU.taken():
             return found_or_measured(before, known, partial(measure, case, peers))
 
-    rows = collect(map(row, tqdm(cases)), asked.json)
+    rows = collect(map(row, tqdm(cases)), asked.json, before)
     if peers:
         peers.close()
     return rows

@@ -54,8 +54,7 @@ def main() -> None:
     arguments = parse(parser)
     with GPU.taken():
         row = provenance() | measure(READ_BYTES, SIZE)
-    collect([row], arguments.json)
-    publish(arguments.json)
+    publish(arguments.json, collect([row], arguments.json))
 
 
 def measure(read_bytes: int, size: int) -> dict:

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     arguments = parse(parser)
     rows = collect(measure_all(arguments.models, arguments.implementations, arguments.policies), arguments.json)
-    publish(arguments.json, [f"{row['model']}, {row['implementation']}" for row in rows if "error" in row])
+    publish(arguments.json, rows, [f"{row['model']}, {row['implementation']}" for row in rows if "error" in row])
 
 
 def measure_all(models: list[str], implementations: list[str], policies: list[str]) -> Iterator[dict]:

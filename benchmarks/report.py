@@ -65,7 +65,7 @@ def drawings(root: Path) -> dict[str, tuple[list[dict], str]]:
 def conclude(name: str, rows: list[dict], path: Path, failed: list[str] | None = None) -> None:
     """End a command: print the table of its rows as a page shows it, and publish them unless something failed."""
     print(PAGES[name].show(rows), *notes(PAGES[name].table, rows), sep="\n\n")
-    publish(path, [row["name"] for row in rows if "error" in row] if failed is None else failed)
+    publish(path, rows, [row["name"] for row in rows if "error" in row] if failed is None else failed)
 
 
 def draw_all(root: Path) -> None:

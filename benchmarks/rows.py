@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from tqdm import tqdm
 
+from benchmarks.drafts import draft_of, write_rows
 from benchmarks.inputs import Layout
 from codec_jax.profile import versions
 
@@ -48,11 +49,6 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
 
-def draft_of(path: Path) -> Path:
-    """Return where rows stay until all of them are there."""
-    return path.with_suffix(".part")
-
-
 def line(row: dict) -> str:
     """Show what a row measured, and why what is missing is missing."""
     numbers = [f"{field} {value:.4g}" for field, value in row.items() if isinstance(value, float)]
@@ -61,12 +57,17 @@ def line(row: dict) -> str:
     return "  ".join([", ".join(named), *numbers, *reasons])
 
 
-def collect(rows: Iterable[dict], path: Path, line: Callable[[dict], str] = line) -> list[dict]:
-    """Take rows as they are measured: each is in the draft of `path`, and shown, before the next one begins."""
+def collect(
+    rows: Iterable[dict], path: Path, before: Sequence[dict] = (), line: Callable[[dict], str] = line
+) -> list[dict]:
+    """Take rows as they are measured: each is in the draft of `path`, and shown, before the next one begins.
+
+    Those measured `before` that have not come yet stay behind them in the draft: this run may be interrupted, too.
+    """
     kept: list[dict] = []
     for row in rows:
         kept.append(row)
-        draft_of(path).write_text(json.dumps({"rows": kept}, indent=1) + "\n")
+        write_rows(draft_of(path), [*kept, *(each for each in before if each not in kept)])
         tqdm.write(line(row))
     return kept
 
@@ -111,8 +112,16 @@ def found_or_measured(before: list[dict], known: dict, measure: Callable[[], dic
     return find(before, known) or known | attempt(measure, "kernel_us", "error")
 
 
-def publish(path: Path, failed: Sequence[str] = ()) -> None:
-    """Put the draft in the place of the last result; where something failed, exit and leave both as they are."""
+def publish(path: Path, rows: Sequence[dict], failed: Sequence[str] = ()) -> None:
+    """Put rows in the place of the last result; where something failed, exit and leave it and the draft as they are.
+
+    The draft then goes, unless it has rows measured before that were not asked for this time.
+    """
     if failed:
         sys.exit(f"failed: {'; '.join(failed)}. The rows are in {draft_of(path)}, {path} is as it was")
-    draft_of(path).replace(path)
+    others = json.loads(draft_of(path).read_text())["rows"][len(rows) :]
+    write_rows(path, rows)
+    if others:
+        write_rows(draft_of(path), others)
+    else:
+        draft_of(path).unlink()

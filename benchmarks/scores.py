@@ -56,7 +56,8 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="FlashInfer, too; it compiles kernels at first")
     arguments = parse(parser)
     before = measured_before(arguments.json, arguments.resume)
-    rows = collect(measure_all(PROBE if arguments.quick else PROBE + PAPER, arguments, before), arguments.json)
+    workloads = PROBE if arguments.quick else PROBE + PAPER
+    rows = collect(measure_all(workloads, arguments, before), arguments.json, before)
     conclude("scores", rows, arguments.json, [f"{row['name']}, {row['variant']}" for row in rows if "error" in row])
 
 

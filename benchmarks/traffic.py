@@ -49,7 +49,7 @@ def main() -> None:
     before = measured_before(arguments.json, arguments.resume)
     at_once = tqdm([cases[i : i + AT_ONCE] for i in range(0, len(cases), AT_ONCE)], unit=f"x {AT_ONCE} forests")
     measured_rows = (row for some in at_once for row in measured(some, peers, packages, before))
-    conclude("traffic", collect(measured_rows, arguments.json), arguments.json)
+    conclude("traffic", collect(measured_rows, arguments.json, before), arguments.json)
 
 
 def measured(cases: list[Case], peers: list[str], packages: list[str], before: list[dict]) -> list[dict]:

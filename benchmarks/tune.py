@@ -60,7 +60,7 @@ def main() -> None:
     before = measured_before(arguments.json, arguments.resume)
     cases = product(arguments.head_dim, FORESTS)
     measured = (row for head_dim, each in cases for row in measure_all(each, Layout(head_dim=head_dim), before))
-    rows = collect(measured, arguments.json)
+    rows = collect(measured, arguments.json, before)
     tables = [(head_dim, table, best(rows, head_dim, table)) for head_dim in arguments.head_dim for table in TABLES]
     for head_dim, table, block in tables:
         print(

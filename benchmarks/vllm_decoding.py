@@ -15,7 +15,6 @@ command, which takes it longer where its steps are not CUDA graphs.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.drafts import draft_of, write_rows
 from benchmarks.step_parts import parts_of
 from benchmarks.vllm_engine import parser_of, provenance, start, vocab_size
 
@@ -55,14 +55,14 @@ def main() -> None:
         common = {"model": arguments.model.name.lower(), "variant": "vLLM, cascade" if arguments.cascade else "vLLM"}
         common["process"] = "the command's" if arguments.profile else "its own"
         common |= provenance()
-        draft, rows = arguments.json.with_suffix(".part"), []
+        draft, rows = draft_of(arguments.json), []
         for document in arguments.documents:
             tokens = rng.integers(vocab, size=document).tolist()
             for requests in arguments.requests:
                 row = {"name": f"{requests} over {document}", "document_tokens": document, "requests": requests}
                 rows.append(row | measure(engine, tokens, requests, vocab, rng, arguments.profile) | common)
                 print(rows[-1]["name"], rows[-1]["variant"], f"{rows[-1]['wall_us']:.0f} μs", flush=True)
-                draft.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+                write_rows(draft, rows)
     draft.replace(arguments.json)
 
 

@@ -9,13 +9,13 @@ cache and CUDA graphs are on, and it fills 0.9 of the GPU's memory. What it comp
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from typing import Any
 
 import numpy as np
 
+from benchmarks.drafts import write_rows
 from benchmarks.loads import add_arguments, cases
 from benchmarks.offered import Offered, percentiles, throughput
 from benchmarks.vllm_engine import parser_of, provenance, start, vocab_size
@@ -39,7 +39,7 @@ def main() -> None:
     common = {"workload": arguments.workload, "model": arguments.model.name, "variant": "vLLM"} | provenance()
     common["engine"] = {name: getattr(arguments, name) for name in ("max_requests", "prefill_tokens")}
     rows = [{"name": name} | replay(engine, load) | common for name, load in loads.items()]
-    arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    write_rows(arguments.json, rows)
     for row in rows:
         print(f"{row['name']}: {row['seconds']:.2f} s, {row['output_tokens_per_second']:.0f} tokens/s")
 

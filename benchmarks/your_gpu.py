@@ -39,7 +39,7 @@ def main() -> None:
     layout = Layout(*map(int, arguments.heads.split("/")), arguments.head_dim)
     rows = collect(measure_all(PROBE, layout), arguments.json)
     print(tables.your_gpu(rows))
-    publish(arguments.json)  # what failed is worth sending, too
+    publish(arguments.json, rows)  # what failed is worth sending, too
     if failed := [f"{row['name']}, {row['implementation']}" for row in rows if "error" in row]:
         sys.exit(f"failed: {'; '.join(failed)}. {arguments.json} says why")
 

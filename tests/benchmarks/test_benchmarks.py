@@ -276,6 +276,45 @@ def test_a_resumed_run_measures_what_is_missing_has_failed_or_was_measured_elsew
     assert seen == cases
 
 
+def test_a_resumed_run_that_is_interrupted_or_asked_for_less_loses_no_row(tmp_path):
+    def interrupted(case: Case, peers: None) -> None:
+        raise KeyboardInterrupt
+
+    def drafted() -> list[dict]:
+        return json.loads((tmp_path / "out.part").read_text())["rows"]
+
+    path, layout = tmp_path / "out.json", Layout(page_size=64)
+    cases = [Case(k_ary(2, 2, 8)), Case(flat(1, 8)), Case(k_ary(2, 3, 8)), Case(k_ary(2, 2, 8), layout)]
+    first, _, third, fourth = attention.measure_all(cases, measured, [], asked(path))
+    with pytest.raises(KeyboardInterrupt):
+        attention.measure_all(cases, interrupted, [], asked(path, resume=True))
+    assert drafted() == [first, third, fourth]
+    some = attention.measure_all(cases[2:3], interrupted, [], asked(path, resume=True))
+    assert drafted() == [third, first, fourth]
+    rows_module.publish(path, some)
+    assert json.loads(path.read_text())["rows"] == some == [third]
+    assert drafted() == [first, fourth]
+    rows_module.publish(path, attention.measure_all([cases[0], cases[3]], interrupted, [], asked(path, resume=True)))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out.json"]
+
+
+def test_a_draft_is_whole_when_the_disk_is_full(tmp_path, monkeypatch):
+    written = Path.write_text
+
+    def full(path: Path, text: str) -> None:
+        written(path, text[:20])
+        raise OSError("no space left")
+
+    def rows() -> Iterator[dict]:
+        yield {"name": "first"}
+        monkeypatch.setattr(Path, "write_text", full)
+        yield {"name": "second"}
+
+    with pytest.raises(OSError, match="no space left"):
+        rows_module.collect(rows(), tmp_path / "out.json")
+    assert measured_before(tmp_path / "out.json", resume=True) == [{"name": "first"}]
+
+
 def test_a_resumed_run_measures_again_where_a_peer_has_failed(tmp_path):
     whole = {"kernel_us": 2.0, "relative_error": 1e-3, "cudnn_us": 3.0, "cudnn_relative_error": 2e-3}
     failed = whole | {"cudnn_us": None, "cudnn_error": "OutOfMemoryError: no room"}
