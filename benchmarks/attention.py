@@ -96,7 +96,8 @@ def measure_all(
 
     def row(case: Case) -> dict:
         place = {"series": case.series, "x": case.x} if case.series else {}
-        known = {"name": case.workload.name} | place | conditions(case.layout, *packages)
+        known = {"name": case.workload.name, "implementation": asked.implementation} | place
+        known |= conditions(case.layout, *packages)
         with GPU.taken():
             return found_or_measured(before, known, partial(measure, case, peers))
 

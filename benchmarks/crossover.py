@@ -30,8 +30,9 @@ def main() -> None:
     parser.add_argument("--own", type=int, nargs="+", default=OWN, help="tokens of each request's own")
     parser.add_argument("--peers", action="store_true", help="FlashInfer decode too")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.set_defaults(implementation=None)  # what a call takes by itself
     arguments = parse(parser)
-    measure_one = partial(measure, implementation=None, repeats=arguments.repeats, unshared=True)
+    measure_one = partial(measure, implementation=arguments.implementation, repeats=arguments.repeats, unshared=True)
     rows = measure_all(
         grid(arguments.group, arguments.own), measure_one, ["flashinfer_decode"] * arguments.peers, arguments
     )

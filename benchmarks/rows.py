@@ -102,8 +102,8 @@ def _reasons(row: dict) -> Iterator[str]:
 
 
 def find(rows: list[dict], fields: dict) -> dict | None:
-    """Return the first row that has these fields, whatever its date."""
-    wanted = [(name, value) for name, value in fields.items() if name != "date"]
+    """Return the first row that has these fields, whatever its date, and no flags of XLA but those among them."""
+    wanted = [(name, value) for name, value in ({"xla_flags": None} | fields).items() if name != "date"]
     return next((row for row in rows if all(row.get(name) == value for name, value in wanted)), None)
 
 

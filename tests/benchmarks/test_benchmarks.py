@@ -221,8 +221,8 @@ def test_what_fails_or_is_lost_under_ncu_says_why(monkeypatch):
 # ---------------------------------------------------------------------- rows
 
 
-def asked(path: Path, resume: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(json=path, resume=resume)
+def asked(path: Path, resume: bool = False, implementation: str | None = "mosaic") -> SimpleNamespace:
+    return SimpleNamespace(json=path, resume=resume, implementation=implementation)
 
 
 def measured(case: Case, peers: None) -> dict:
@@ -274,6 +274,24 @@ def test_a_resumed_run_measures_what_is_missing_has_failed_or_was_measured_elsew
     assert seen == cases
     run(cases, resume=False)
     assert seen == cases
+
+
+def test_rows_of_another_implementation_or_of_other_flags_are_measured_again(tmp_path, monkeypatch):
+    def run(implementation: str | None) -> dict:
+        asked_for = asked(tmp_path / "out.json", resume=True, implementation=implementation)
+        (row,) = attention.measure_all([Case(k_ary(2, 2, 8))], lambda *_: {"kernel_us": next(times)}, [], asked_for)
+        return row
+
+    times = iter([1.0, 2.0, 3.0, 4.0])
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert [run(each)["kernel_us"] for each in ("mosaic", "xla", "xla", None)] == [1.0, 2.0, 2.0, 3.0]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert run(None)["kernel_us"] == 4.0
+    (tmp_path / "out.part").write_text(json.dumps({"rows": [flagged := run(None)]}))
+    monkeypatch.delenv("XLA_FLAGS")
+    times = iter([5.0])
+    assert flagged["kernel_us"] == 4.0
+    assert run(None)["kernel_us"] == 5.0
 
 
 def test_a_resumed_run_that_is_interrupted_or_asked_for_less_loses_no_row(tmp_path):
