@@ -7,11 +7,12 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.arguments import rows_file
 
 #: Several times the L2 cache of any GPU.
 _FLUSH_BYTES = 256 << 20
@@ -20,7 +21,7 @@ _FLUSH_BYTES = 256 << 20
 def command(doc: str | None, resumes: bool = False) -> argparse.ArgumentParser:
     """Return the parser of a command that measures rows, and may go on with those of an interrupted run."""
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=doc)
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--json", type=rows_file, required=True, help="where the rows go")
     if resumes:
         parser.add_argument("--resume", action="store_true", help="keep what an interrupted run has measured")
     return parser

@@ -12,11 +12,13 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import rows_file
+
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command that measures vLLM."""
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=doc)
-    parser.add_argument("--json", type=Path, required=True, help="file for the rows")
+    parser.add_argument("--json", type=rows_file, required=True, help="file for the rows")
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
     parser.add_argument("--max-requests", type=int, default=64)
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="tokens of a batch")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import COMMANDS
+from benchmarks import COMMANDS, timing, vllm_engine
 
 ROOT = Path(__file__).parents[2]
 ANYWHERE = ("churn", "planning", "plot", "report", "vllm_decoding", "vllm_serving")
@@ -26,7 +26,7 @@ def test_all_modules_that_can_be_run_are_listed():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_explains_itself_anywhere_and_asks_for_a_gpu(name, monkeypatch, capsys):
+def test_a_command_explains_itself_anywhere_and_asks_for_a_gpu(name, monkeypatch, capsys, tmp_path):
     module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -35,11 +35,27 @@ def test_a_command_explains_itself_anywhere_and_asks_for_a_gpu(name, monkeypatch
     assert f"python -m benchmarks.{name}" in capsys.readouterr().out
     if name not in ANYWHERE:
         monkeypatch.setattr("jax.default_backend", lambda: "cpu")
-        monkeypatch.setattr(sys, "argv", [name, *["batch"] * (name == "figure"), "--json", "absent/rows.json"])
+        figure = ["batch"] * (name == "figure")
+        monkeypatch.setattr(sys, "argv", [name, *figure, "--json", str(tmp_path / "rows.json")])
         with pytest.raises(SystemExit) as ended:
             module.main()
         assert ended.value.code == 2
         assert "expected a GPU, the default backend is cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [timing.command, vllm_engine.parser_of], ids=["ours", "vLLM's"])
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("absent/rows.json", "a path in a folder that there is"),
+        (".", "a path in a folder that there is"),
+        ("rows.part", "another suffix than that of drafts, .part"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(command, path, expected, capsys):
+    with pytest.raises(SystemExit):
+        command("").parse_args(["--json", path, *["--model", "m"] * (command is vllm_engine.parser_of)])
+    assert f"--json: expected {expected}, got {path!r}" in capsys.readouterr().err
 
 
 def test_a_process_for_ncu_is_no_command():
