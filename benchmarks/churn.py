@@ -26,6 +26,7 @@ from benchmarks.planning import processor
 from benchmarks.report import conclude
 from benchmarks.rows import collect, provenance
 from benchmarks.timing import command
+from codec_jax.command_line import count_parser
 from codec_jax.nnx import DecoderConfig, random_decoder
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.params import SamplingParams
@@ -97,7 +98,7 @@ class Churn:
 def main() -> None:
     """Send the requests and write the row."""
     parser = command(__doc__)
-    parser.add_argument("--requests", type=int, default=200_000)
+    parser.add_argument("--requests", type=count_parser(), default=200_000)
     arguments = parser.parse_args()
     conclude("churn", collect(measure_all(arguments.requests), arguments.json), arguments.json)
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.arguments import count, speed
 from benchmarks.offered import TRACE, Offered, questions, rollouts, trace
 
 WORKLOADS = ("trace", "rollouts", "questions")
@@ -25,16 +26,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says which load it is."""
     parser.add_argument("--workload", choices=WORKLOADS, default="trace")
     parser.add_argument("--trace", type=Path, default=TRACE, help="a file in Mooncake's format")
-    parser.add_argument("--requests", type=int, default=1000, help="of the trace, from its beginning")
-    parser.add_argument("--speed", type=float, default=20.0, help="of the trace's clock; inf: all at once")
-    parser.add_argument("--prompts", type=int, default=64, help="of rollouts")
-    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1024, 8192, 32_768], help="a case each")
-    parser.add_argument("--questions", type=int, default=256)
-    parser.add_argument("--question-tokens", type=int, default=64)
-    parser.add_argument("--documents", type=int, default=4, help="that the questions are about")
-    parser.add_argument("--document-tokens", type=int, default=32_768)
-    parser.add_argument("--new-tokens", type=int, help="of each sample (default: 512) or answer (default: 128)")
+    parser.add_argument("--requests", type=count, default=1000, help="of the trace, from its beginning")
+    parser.add_argument("--speed", type=speed, default=20.0, help="of the trace's clock; inf: all at once")
+    parser.add_argument("--prompts", type=count, default=64, help="of rollouts")
+    parser.add_argument("--samples", type=count, default=16, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=count, nargs="+", default=[1024, 8192, 32_768], help="a case each")
+    parser.add_argument("--questions", type=count, default=256)
+    parser.add_argument("--question-tokens", type=count, default=64)
+    parser.add_argument("--documents", type=count, default=4, help="that the questions are about")
+    parser.add_argument("--document-tokens", type=count, default=32_768)
+    parser.add_argument("--new-tokens", type=count, help="of each sample (default: 512) or answer (default: 128)")
+
+
+def parse_load(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the arguments of a command; ends it where a trace has fewer requests than are asked for."""
+    arguments = parser.parse_args()
+    if arguments.workload == "trace":
+        with arguments.trace.open() as lines:
+            there = sum(1 for _ in lines)
+        if arguments.requests > there:
+            parser.error(f"--requests: expected at most the {there} of the trace, got {arguments.requests}")
+    return arguments
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:

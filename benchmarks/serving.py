@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from benchmarks.churn import TINY
 from benchmarks.decode_step import layout_of
-from benchmarks.loads import Case, add_arguments, cases
+from benchmarks.loads import Case, add_arguments, cases, parse_load
 from benchmarks.offered import Offered
 from benchmarks.replay import replay
 from benchmarks.report import conclude
@@ -51,7 +51,7 @@ SIZES = {
 def main() -> None:
     """Measure and write the rows."""
     parser = _parser()
-    arguments = parser.parse_args()
+    arguments = parse_load(parser)
     if not arguments.tiny:
         parse(parser)
     models = {"tiny": TINY} if arguments.tiny else {name: PUBLISHED[name] for name in arguments.model_sizes}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drafts import write_rows
-from benchmarks.loads import add_arguments, cases
+from benchmarks.loads import add_arguments, cases, parse_load
 from benchmarks.offered import Offered, percentiles, throughput
 from benchmarks.vllm_engine import parser_of, provenance, start, vocab_size
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_arguments(parser)
     parser.set_defaults(speed=math.inf)
-    arguments = parser.parse_args()
+    arguments = parse_load(parser)
     if math.isfinite(arguments.speed):
         parser.error(f"speed: expected inf, since vLLM gets all requests at once, got {arguments.speed:g}")
     vocab = vocab_size(parser, arguments)

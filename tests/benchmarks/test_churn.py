@@ -59,3 +59,11 @@ def test_what_stays_behind_is_seen() -> None:
     engine.step()
     assert leaked_pages(engine) >= 3  # somebody still reads them
     assert rss_bytes() > 2**20
+
+
+@pytest.mark.parametrize("requests", ["0", "-1", "many"])
+def test_no_requests_are_refused(requests: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["churn", "--json", "rows.json", f"--requests={requests}"])
+    with pytest.raises(SystemExit):
+        churn.main()
+    assert f"argument --requests: expected a positive whole number, got {requests!r}" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import plot, replay, serving, tables
+from benchmarks import plot, replay, serving, tables, vllm_serving
 from benchmarks.churn import TINY
 from benchmarks.offered import Offered, percentiles, questions, rollouts, trace
 from benchmarks.pages import PAGES
@@ -217,6 +217,31 @@ def test_workloads_have_the_cases_that_were_asked_for(trace_file: Path) -> None:
     assert (len(load), len(load[0].prompt), load[0].new_tokens) == (256, 96 + 64, 128)
     lengths = {name: (len(load), load[0].new_tokens) for name, load in offered("--workload", "rollouts").items()}
     assert lengths == {f"64 prompts of {tokens}, 16 samples": (1024, 512) for tokens in (1024, 8192, 32_768)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        *(("--speed", value, "a positive number or inf") for value in ("nan", "-2", "0", "fast")),
+        *(("--requests", value, "a positive whole number") for value in ("0", "-1", "1.5")),
+        *((f"--{name}", "0", "a positive whole number") for name in ("documents", "prompts", "samples", "new-tokens")),
+    ],
+)
+def test_a_load_of_nothing_is_refused(flag, value, expected, capsys) -> None:
+    with pytest.raises(SystemExit):
+        serving._parser().parse_args(["--json", "rows.json", f"{flag}={value}"])
+    assert f"argument {flag}: expected {expected}, got {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [serving, vllm_serving])
+def test_more_requests_than_a_trace_has_are_refused(module, trace_file: Path, tmp_path, monkeypatch, capsys) -> None:
+    there = len(trace_file.read_text().splitlines())
+    flags = ["--trace", str(trace_file), "--speed=inf", f"--requests={there + 1}"]
+    flags += ["--model=m"] * (module is vllm_serving)
+    monkeypatch.setattr("sys.argv", ["serving", "--json", str(tmp_path / "rows.json"), *flags])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert f"--requests: expected at most the {there} of the trace, got {there + 1}" in capsys.readouterr().err
 
 
 def row(variant: str, **fields: float | None) -> dict:
