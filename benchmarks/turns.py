@@ -1,4 +1,4 @@
-"""Turns on the GPU: commands that run at the same time compile side by side, and measure one after another.
+"""Turns on the GPUs: commands that run at the same time compile side by side, and measure one after another.
 
 A measurement must have the GPU to itself, but most of a command's time goes into tracing and compiling on the host.
 A command takes its turn for each case and leaves the GPU to others while it compiles. The lock is a file, so that it
@@ -21,7 +21,7 @@ Signature = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 
 
 class Turns:
-    """A lock of this process: on the GPU that it sees, or on what needs it in a way of its own."""
+    """A lock of this process: on the GPUs of the host, or on what needs it in a way of its own."""
 
     def __init__(self, path: Path) -> None:
         """Use a lock file, which need not be there."""
@@ -58,8 +58,8 @@ class Turns:
 
 
 def _lock_file(what: str) -> Path:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "_")
-    return Path(tempfile.gettempdir()) / f"codec_jax-benchmarks-{os.getuid()}-{visible}-{what}.lock"
+    """Return one file for all GPUs: which of them a process sees can be said in many ways, and they share the host."""
+    return Path(tempfile.gettempdir()) / f"codec_jax-benchmarks-{os.getuid()}-{what}.lock"
 
 
 GPU = Turns(_lock_file("gpu"))

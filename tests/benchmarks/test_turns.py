@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from benchmarks import turns
 from benchmarks.turns import Turns
 
 
@@ -32,6 +33,16 @@ def test_a_command_waits_until_the_other_gives_the_gpu_away_and_gets_it_back_aft
             _try(other)
     thread.join()
     _try(other)
+
+
+@pytest.mark.parametrize("other", ["1", "0,1", "GPU-4f", None])
+def test_commands_have_one_lock_whichever_gpus_they_see(other, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    alone = turns._lock_file("gpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if other is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", other)
+    assert turns._lock_file("gpu") == alone != turns._lock_file("ncu")
 
 
 def _try(turns: Turns) -> None:
