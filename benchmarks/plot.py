@@ -58,7 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--figure", choices=PAGES, default="paper", help="the page whose title, axis and kind to use")
+    drawn = [name for name, page in PAGES.items() if page.table in globals()]
+    parser.add_argument("--figure", choices=drawn, default="paper", help="the page whose title, axis and kind to use")
     arguments = parser.parse_args()
     draw(arguments.figure, json.loads(arguments.json.read_text())["rows"], arguments.out)
 

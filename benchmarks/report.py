@@ -34,8 +34,9 @@ QUOTING = ("README.md", "docs/evaluation.md")
 def main() -> None:
     """Write the pages, or say which are out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", action="store_true", help="draw the results too")
-    parser.add_argument("--check", action="store_true", help="write nothing, say which pages are out of date")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--draw", action="store_true", help="draw the results too")
+    either.add_argument("--check", action="store_true", help="write nothing, say which pages are out of date")
     arguments = parser.parse_args()
     if arguments.check and (old := stale(ROOT)):
         sys.exit(f"out of date: {', '.join(old)}. `python -m benchmarks.report --draw` writes them anew")

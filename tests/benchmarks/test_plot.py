@@ -149,3 +149,12 @@ def test_the_command_draws_the_same_whenever_it_draws(tmp_path: Path, monkeypatc
     assert text == (tmp_path / "two.svg").read_text()
     for series in {case.series for case in cases}:
         assert report.plain(series) in text
+
+
+def test_a_page_without_a_drawing_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plot", "--json", "rows.json", "--out", "out.svg", "--figure", "latent"])
+    with pytest.raises(SystemExit):
+        plot.main()
+    said = capsys.readouterr().err
+    assert "argument --figure: invalid choice: 'latent'" in said
+    assert "layouts" in said  # which is not drawn on its page, but can be

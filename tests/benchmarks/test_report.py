@@ -268,3 +268,11 @@ def test_a_region_that_cannot_be_made_is_an_error(root):
     for text, error in wrong.items():
         with pytest.raises(ValueError, match=error):
             report.render(begin.format(text) + end, "results", report.loader(root))
+
+
+def test_what_writes_nothing_draws_nothing(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("sys.argv", ["report", "--check", "--draw"])
+    monkeypatch.setattr(report, "draw_all", lambda root: pytest.fail("drawn"))
+    with pytest.raises(SystemExit):
+        report.main()
+    assert "not allowed with argument" in capsys.readouterr().err
