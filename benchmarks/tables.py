@@ -70,7 +70,7 @@ def markdown(columns: dict[str, Callable], lines: Iterable) -> str:
 
 def number(field: str, digits: int = 1, unit: float | str = 1.0, rounded: Callable = at_least) -> Fill:
     """Return what fills a column with a field over a unit, a number or another field."""
-    return lambda row: rounded(row[field] / row.get(unit, unit) if row.get(field) else None, digits)
+    return lambda row: rounded(row[field] / row.get(unit, unit) if row.get(field) is not None else None, digits)
 
 
 def text(**columns: str) -> dict[str, Fill]:
@@ -172,6 +172,7 @@ def decoding(rows: list[dict]) -> str:
     for row in rows:
         case = f"{row.get('model')}, " * several
         case += f"{row['requests']} requests over {row['document_tokens']} tokens"
+        row = {field: value for field, value in row.items() if value or field != "experts_us"}  # of those without any
         fields = {f"{row['variant']} {field}": value for field, value in row.items()}
         steps.setdefault(case, {"case": case}).update(fields)
     columns = text(**{"decode step, ms": "case"})
@@ -324,11 +325,13 @@ def serving(rows: list[dict]) -> str:
     ):
         for which in ("median", "p99"):
             columns[f"{said}: {which}"] = fill(f"{field}_{which}_seconds", digits, unit, at_most, at_least)
-    columns["prompts found, %"] = number("hit_rate", 1, 0.01)
-    columns["prompts computed, %"] = lambda row: number("computed_tokens", 1, row.get("prompt_tokens", 1) / 100)(row)
+    columns["prompts found, %"] = fill("hit_rate", 1, 0.01, at_least, at_most)
+    columns["prompts computed, %"] = lambda row: fill(
+        "computed_tokens", 1, row.get("prompt_tokens", 1) / 100, at_most, at_least
+    )(row)
     columns["rows a step"] = number("rows_a_step", 1)
     columns["tokens attended over tokens read"] = number("sharing_factor", 2)
-    columns["device waits for the host, %"] = number("host_share", 1, 0.01, at_most)
+    columns["device waits for the host, %"] = fill("host_share", 1, 0.01, at_most, at_least)
     return markdown(columns, rows)
 
 

@@ -275,6 +275,13 @@ def test_rows_become_a_table_and_a_drawing() -> None:
     ]
     assert shown[1][2:6] == ["2,000", "2,000", "0.50", "0.50"]
     assert shown[2] == [name, "unshared"] + ["–"] * 11
+    # What is measured and none is no dash, and a share is not rounded in our favour, whoever it is of.
+    shares = fields | {"hit_rate": 0.0, "computed_tokens": 1, "prompt_tokens": 3, "host_share": 0.0}
+    others = shares | {"hit_rate": 1 / 3, "host_share": 1 / 3}
+    rows_of_shares = [row("engine", **shares), row("vLLM", **others)]
+    lines = tables.serving(rows_of_shares).split("\n")[2:]
+    assert [line.strip("| ").split(" | ")[8:10] for line in lines] == [["0.0", "33.4"], ["33.4", "33.3"]]
+    assert [line.strip("| ").split(" | ")[-1] for line in lines] == ["0.0", "33.3"]
     canvas = plot.serving(rows, PAGES["serving"])
     (axes,) = canvas.axes
     assert [bar.get_width() for bar in axes.patches] == [1999.5, 1999.5]
