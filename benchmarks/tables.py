@@ -254,7 +254,7 @@ def latent_forms(rows: list[dict]) -> str:
 
     def chosen(row: dict) -> str:
         form, of = ("K and V", other(row)) if other(row).get("chosen_pages") else ("latents", row)
-        return f"{form}, {at_most(of['kernel_us'] / row['roofline_us'], 2)}x"
+        return f"{form}, {at_most(of['kernel_us'] / row['roofline_us'], 2)}x" if of["kernel_us"] else "–"
 
     columns = {
         "forest, μs": lambda row: f"{row['variant']}, {plain(row['name'])}",

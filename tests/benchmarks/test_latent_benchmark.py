@@ -53,6 +53,22 @@ def test_a_table_has_both_forms_in_a_line_and_says_which_is_chosen() -> None:
         ]
 
 
+def test_what_failed_has_dashes_in_the_table() -> None:
+    failed = {
+        "name": "n",
+        "heads": "16/1",
+        "variant": "16 q heads",
+        "kernel_us": None,
+        "error": "e",
+        "roofline_us": 20.0,
+    }
+    (line,) = tables.latent_forms([failed]).split("\n")[2:]
+    assert line == "| 16 q heads, n | – | – | – | 20.0 | – |"
+    form = failed | {"variant": "16 q heads, K and V of what is shared", "kernel_us": 25.0, "chosen_pages": 4}
+    lines = tables.latent_forms([failed, form]).split("\n")[2:]
+    assert lines == ["| 16 q heads, n | – | 25.0 | K and V, 1.25x | 20.0 | – |"]
+
+
 def test_the_roofline_counts_a_latent_once_and_its_products_for_every_request() -> None:
     layouts = Layout(16, 1, 576), Layout(1 << 20, 1, 576)
     inputs = make_inputs(WORKLOAD, Layout(1, 1, 576))
