@@ -5,9 +5,9 @@
 Every forest is attended with the q heads of several models and held to float32 attention; where it has shared nodes,
 also with K and V of their heads, reconstructed beforehand (`codec_jax.latent`). With --float8 latents have one byte a
 number, as `LatentPages` has them, and there is no other form. Times are those of benchmarks/attention.py, of
-attention's own kernels: what applies up_key and up_value is in both forms, and in `call_us` only. The roofline is what
-reading every latent once, or K and V of a node (and q and out) would take, or the products, in the cheaper form of each
-node.
+attention's own kernels. XLA's are in `call_us` only: what applies up_key and up_value, which is in both forms, and what
+the form with K and V has alone, a second query and the merging of two partials. The roofline is what reading every
+latent once, or K and V of a node (and q and out) would take, or the products, in the cheaper form of each node.
 """
 
 from __future__ import annotations
