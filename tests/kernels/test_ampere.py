@@ -68,7 +68,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "one segment after another": Case(TREE, Heads(2, 2, 64), requests=9),
+    "one segment after another, sinks": Case(
+        TREE, Heads(2, 2, 64), requests=9, sinks=np.asarray([3, -1], jnp.bfloat16)
+    ),
     "more blocks than a ring holds": Case(
         Tree([-1, 0, 0], [300, 9, 130], [2, 1]), Heads(1, 1, 128), num_ctas=1, block_tokens=32
     ),

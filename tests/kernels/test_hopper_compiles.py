@@ -4,10 +4,10 @@ No GPU is needed, but CUDA's compiler, as the wheels of jax[cuda13] bring it. A 
 the warpgroups that load and prepare have to spill, all others wait for.
 """
 
-from machine_code import check_on_hopper
+from machine_code import check_on_hopper, compiled
 from test_ampere_compiles import GPUS, fails_where_kernels_are_linked
 
-COMPILE = """
+SETUP = """
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +24,9 @@ def make(shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
 forest = Forest.from_nodes([-1] + [0] * 64, [32768] + [1024] * 64, list(range(1, 65)), page_size=16)
 num_pages = int(forest.used_pages.max()) + 1
+"""
+
+COMPILE = f"""{SETUP}
 with mock.patch.object(jax, "devices", lambda: [device]):
     for dim, value_dim, block, softcap in (
         (64, 64, 128, None), (128, 128, 128, None), (128, 128, 64, None), (128, 128, 128, 50.0), (192, 128, 64, None),
@@ -44,3 +47,20 @@ with mock.patch.object(jax, "devices", lambda: [device]):
 def test_attention_compiles_without_spills_and_products_of_wide_segments_overlap() -> None:
     said = check_on_hopper(COMPILE, GPUS["sm_90"].target, kernels=10)  # two a call
     assert said.count("CASE") == 5
+
+
+# Rows of a kv head have several sinks, or one.
+COMPILE_SINKS = f"""{SETUP}
+with mock.patch.object(jax, "devices", lambda: [device]):
+    for kv_heads, dtype in (8, jnp.bfloat16), (32, jnp.float32):
+        plan = make_plan(forest, num_q_heads=32, num_kv_heads=kv_heads, head_dim=128)
+        arrays = jax.tree.map(lambda x: make(x.shape, x.dtype), (forest, plan))
+        query, pages, sinks = make((64, 1, 32, 128)), make((num_pages, 16, kv_heads, 128)), make((32,), dtype)
+        attend = jax.jit(lambda *arrays, sinks: forest_attention(*arrays, sinks=sinks, implementation="mosaic"))
+        attend.lower(query, pages, pages, *arrays, sinks=sinks).compile()
+        print("CASE", flush=True)
+"""
+
+
+def test_sinks_compile_whatever_rows_have_in_common() -> None:
+    assert compiled(COMPILE_SINKS, GPUS["sm_90"].target, kernels=4).count("CASE") == 2

@@ -58,7 +58,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "one segment after another": Case(TREE, Heads(2, 2, 64), requests=9),
+    "one segment after another, sinks": Case(
+        TREE, Heads(2, 2, 64), requests=9, sinks=np.asarray([3, -1], jnp.bfloat16)
+    ),
     "more blocks than a ring holds": Case(Tree([-1, 0, 0], [700, 9, 130], [2, 1]), Heads(1, 1, 128), num_ctas=1),
     "short blocks, parts of pages": Case(SIX, Heads(4, 1, 128), page_size=256, num_ctas=1, block_tokens=64),
     "two accumulators a row": Case(SIX, Heads(2, 1, 256), block_tokens=64, dtype=jnp.float16),
