@@ -347,6 +347,12 @@ def test_a_negative_scale_is_refused() -> None:
     assert got == "it takes a scale of 0 or more, got -0.5"
 
 
+def test_scores_so_small_that_a_mask_would_not_show_are_refused() -> None:
+    got = AMPERE.why_not(AllHeads(8, 2, 64, 64), device(), Scores(0.0))
+    assert got == "it takes a scale of 1e-09 or more, got 0.0"
+    assert AMPERE.why_not(AllHeads(8, 2, 64, 64), device(), Scores(0.0, 1e-9)) is None
+
+
 @pytest.mark.parametrize(
     ("device", "changed", "expected"),
     [
