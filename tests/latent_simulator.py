@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from simulator import (
+    gather,
     in_turn,
     multiply,
     multiply_values,
@@ -21,6 +22,7 @@ from simulator import (
     view_units,
 )
 
+from pallas_kernels import by_thread
 from pallas_kernels.hopper import latent, latent_products, tensor_core
 from pallas_kernels.hopper.latent_pipeline import LatentPipeline
 from pallas_kernels.hopper.long_heads import LongPipeline
@@ -32,6 +34,7 @@ def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     for function in (query_scratch, query_views, in_turn, view_units, multiply_values):
         monkeypatch.setattr(tensor_core, function.__name__, function)
     monkeypatch.setattr(latent_products, "multiply_latents", multiply_latents)
+    monkeypatch.setattr(by_thread, "gather", gather)
 
     def then_see(role: str, see: Callable[[LatentPipeline, Any], None]) -> None:
         work = getattr(latent, role)

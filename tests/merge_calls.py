@@ -41,4 +41,4 @@ def partials_of(rows: Rows, num_kv_heads: int, used: int | None = None) -> tuple
         used_rows=jnp.full(1, (batch if used is None else used) * tokens * group, jnp.int32),
     )
     forest = SimpleNamespace(request_of_row=jnp.arange(batch, dtype=jnp.int32)[::-1])
-    return partials, SimpleNamespace(query=rows.out, plan=plan, forest=forest, value_scale=None)
+    return partials, SimpleNamespace(query=rows.out, plan=plan, forest=forest, value_scale=None, sinks=None)
