@@ -261,9 +261,9 @@ def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: 
     """
     all_tiles, each = range(1, lanes + 1), (False, True)
     tokens = [n for n in TOKENS if all(Task(tiles, n, cached) in times for tiles in all_tiles for cached in each)]
-    severals = {tiles: SEVERAL[tiles] for tiles in all_tiles}
-    wholes = [Task(tiles, several.tokens * several.segments) for tiles, several in severals.items()]
-    needed = [MASKED, MASKED._replace(masked=False), *severals.values(), *wholes, ONE_TILE]
+    severals = [SEVERAL[tiles] for tiles in all_tiles]
+    wholes = [Task(several.tiles, several.tokens * several.segments) for several in severals]
+    needed = [MASKED, MASKED._replace(masked=False), *severals, *wholes, ONE_TILE]
     missing = [task for task in needed if task not in times]
     if missing or len(tokens) < 2:
         raise ValueError(
@@ -273,8 +273,7 @@ def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: 
     pac = {task: measured.pac for task, measured in times.items()}
     # What a further segment costs, of one tile and of two; more tiles do not make it cheaper, nor does noise.
     further = [
-        (pac[several] - pac[whole]) / (several.segments - 1)
-        for several, whole in zip(severals.values(), wholes, strict=True)
+        (pac[several] - pac[whole]) / (several.segments - 1) for several, whole in zip(severals, wholes, strict=True)
     ]
     segment = np.maximum.accumulate([0.0, *further])[1:]
     # PAC without tokens, by the two smallest numbers of them.

@@ -42,3 +42,7 @@ class Packing(NamedTuple):
     def part(self, number: Any) -> Any:
         """Return which part of its query token a unit is."""
         return lax.rem(number, jnp.int32(self.parts)) if self.parts > 1 else jnp.int32(0)
+
+    def q_head(self, head: Any, part: Any, row: Any) -> Any:
+        """Return the q head of a row of a tile, which is in a unit that is such a part of its kv head's."""
+        return head * self.group + part * self.rows_of_unit + lax.rem(row, jnp.int32(self.rows_of_unit))

@@ -82,10 +82,8 @@ def sinks_of_rows(
     if packing.group == 1:  # a number that all threads have in common is no index for each
         return merge.filled(refs.sinks[head].astype(jnp.float32), merge.rows)
     row = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=THREAD) + begin
-    of_unit = jnp.int32(packing.rows_of_unit)
-    unit = jnp.minimum(lax.div(row, of_unit), packing.units - 1)
-    part = packing.part(tile * packing.units + unit)
-    q_head = head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
+    unit = jnp.minimum(lax.div(row, jnp.int32(packing.rows_of_unit)), packing.units - 1)
+    q_head = packing.q_head(head, packing.part(tile * packing.units + unit), row)
     refs.sink_of_row[...] = by_thread.gather(refs.sinks, q_head).astype(jnp.float32)
     return load(refs.sink_of_row.at[pl.ds(0, merge.rows)], merge.of_rows)
 

@@ -86,7 +86,7 @@ def copy_query(work: Work, head: jax.Array, tiles: list[Tile]) -> None:
         unit = tile.number * packing.units + jnp.minimum(lax.div(row, of_unit), packing.units - 1)
         request_row, token, part = packing.unit(unit, sizes.batch, sizes.query_tokens)
         entry = by_thread.gather(refs.request_of_row, request_row) * sizes.query_tokens + token
-        q_head = head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
+        q_head = packing.q_head(head, part, row)
         instructions.keep(of_tile, entry * sizes.num_q_heads + q_head)
     instructions.wait_for_threads()
     for tile, of_tile in zip(tiles, rows, strict=True):

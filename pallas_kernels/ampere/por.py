@@ -112,12 +112,12 @@ def _merge(refs: Any, sizes: _Sizes) -> None:
 def _places(refs: Any, sizes: _Sizes, tile: jax.Array, head: jax.Array, begin: jax.Array) -> jax.Array:
     """Return where each row goes, int32 [128], of [B x T x N] of them; -1 for rows that are none of the query's."""
     packing, tokens = sizes.packing, sizes.query_tokens
-    units, of_unit = packing.units, jnp.int32(packing.rows_of_unit)
+    units = packing.units
     num_units = sizes.batch * tokens * packing.parts
     row = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=THREAD) + begin
-    unit = lax.div(row, of_unit)
+    unit = lax.div(row, jnp.int32(packing.rows_of_unit))
     request_row, token, part = packing.unit(tile * units + jnp.minimum(unit, units - 1), sizes.batch, tokens)
     entry = by_thread.gather(refs.request_of_row, request_row) * tokens + token
-    q_head = head * packing.group + part * packing.rows_of_unit + lax.rem(row, of_unit)
+    q_head = packing.q_head(head, part, row)
     exists = (unit < units) & (tile * units + unit < num_units)
     return jnp.where(exists, entry * sizes.num_q_heads + q_head, -1)

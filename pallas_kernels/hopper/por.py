@@ -158,10 +158,9 @@ def merge_here(
 def _place(refs: Any, work: Work, tile: jax.Array, head: jax.Array, row: jax.Array) -> Place:
     """Return where a row of a tile goes."""
     packing, tokens = work.packing, work.query_tokens
-    units, of_unit = packing.units, packing.rows_of_unit
+    units = packing.units
     num_units = work.batch * tokens * packing.parts
-    unit = lax.div(row, jnp.int32(of_unit))
+    unit = lax.div(row, jnp.int32(packing.rows_of_unit))
     request_row, token, part = packing.unit(tile * units + jnp.minimum(unit, units - 1), work.batch, tokens)
     entry = refs.request_of_row[request_row] * tokens + token
-    q_head = head * packing.group + part * of_unit + lax.rem(row, jnp.int32(of_unit))
-    return Place((unit < units) & (tile * units + unit < num_units), entry, q_head)
+    return Place((unit < units) & (tile * units + unit < num_units), entry, packing.q_head(head, part, row))
