@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from merge_calls import Rows, partials_of
 
 from codec_jax.nnx.mailboxes import Mailbox
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm
 
 AXES = ("context", "tensor")
@@ -53,15 +54,17 @@ def sums_on(mesh: Mesh) -> Any:
 
 
 def norms_on(mesh: Mesh, norm: Norm) -> Any:
-    """Of hidden states, parts of each device's share, and factors."""
+    """Of hidden states, what each device has to add up, and factors."""
 
     def of(part: Any) -> Mailbox | None:
         return Mailbox.for_rows(FIRST, part[0], mesh.size)
 
     def run(mailbox: Mailbox, part: Any) -> Any:
-        x, share, factors = part
-        rows = x.reshape(-1, x.shape[-1]), share.reshape(len(share), -1, x.shape[-1])
-        return tuple(made.reshape(x.shape) for made in mailbox.add_up_and_norm(*rows, factors, norm))
+        x, update, factors = part
+        rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
+        if isinstance(update, Parts):
+            update = update._replace(parts=update.parts.reshape(len(update.parts), -1, width))
+        return tuple(made.reshape(x.shape) for made in mailbox.add_up_and_norm(rows, update, factors, norm))
 
     return each(mesh, of, run)
 
@@ -92,18 +95,22 @@ def heads_on(mesh: Mesh, heads: HeadSizes) -> Any:
 
     def of(part: Any) -> Mailbox | None:
         columns, _, places = part
-        own = columns.shape[1], 1, heads.share(devices).num_heads, heads.head_dim
+        own = columns.parts.shape[1], 1, heads.share(devices).num_heads, heads.head_dim
         return Mailbox.for_heads(FIRST, jax.ShapeDtypeStruct(own, places.key_pages.dtype), devices, stride)
 
     return each(mesh, of, lambda mailbox, part: mailbox.split_heads(*part, heads))
 
 
-def share_of(columns: Any, heads: HeadSizes, devices: int, device: int) -> np.ndarray:
+def share_of(columns: Parts, heads: HeadSizes, devices: int, device: int) -> Parts:
     """The columns of the heads that a device of a group computes: of queries, keys and values its share of each."""
-    by_head = np.asarray(columns).reshape(*columns.shape[:2], heads.num_heads, heads.head_dim)
-    of_parts = np.split(by_head, np.cumsum([heads.num_q_heads, heads.num_kv_heads]).tolist(), axis=2)
-    own = [np.split(part, devices, axis=2)[device] for part in of_parts]
-    return np.concatenate(own, axis=2).reshape(*columns.shape[:2], -1)
+
+    def own(columns: Any) -> np.ndarray:
+        by_head = np.asarray(columns).reshape(*columns.shape[:-1], heads.num_heads, heads.head_dim)
+        of_parts = np.split(by_head, np.cumsum([heads.num_q_heads, heads.num_kv_heads]).tolist(), axis=-2)
+        shares = [np.split(part, devices, axis=-2)[device] for part in of_parts]
+        return np.concatenate(shares, axis=-2).reshape(*columns.shape[:-1], -1)
+
+    return jax.tree.map(own, columns)
 
 
 def merges_on(mesh: Mesh, num_kv_heads: int, used: int | None = None) -> Any:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from codec_jax.nnx.expert_products import Chosen, Weights
+from pallas_kernels.addends import Parts
 from pallas_kernels.expert_rows import ROW_GROUP
 
 
@@ -75,9 +76,21 @@ def random_scores(tokens: int, num_experts: int, seed: int, dtype: Any) -> Any:
     """Some are equal, some large, and one token's are not numbers."""
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(tokens, num_experts)) * 4.0 ** rng.integers(-2, 3, (tokens, 1))
+    scores = np.round(scores * 256) / 256
     scores = np.where(rng.random((tokens, num_experts)) < 0.2, scores[:, :1], scores)
     scores[np.arange(tokens) == seed % (tokens + 1)] = np.nan
     return jnp.asarray(scores, dtype)
+
+
+def in_parts(scores: Any, count: int) -> Parts:
+    """Parts and a bias that add up to scores; exactly, as all are multiples of 2^-10 and none is large."""
+    rng, exact = np.random.default_rng(count), np.asarray(scores, np.float32)
+    bias = 2.0 ** rng.integers(-3, 4, scores.shape[1])
+    weights = rng.integers(-2, 3, count) / 4
+    weights[0] += 1 - weights.sum()
+    parts = exact * weights[:, None, None]
+    parts[rng.integers(count)] -= bias
+    return Parts(jnp.asarray(rng.permutation(parts), jnp.float32), jnp.asarray(bias, scores.dtype))
 
 
 def check_choice(scores: Any, chosen: int, normalised: bool, made: tuple[Any, Any]) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from norm_calls import listed
 
 from codec_jax.forest import NO_SLOT
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, Scales
 
 _PAGE_SIZE = 8
@@ -17,8 +19,8 @@ def sizes_of(q_heads: int, kv_heads: int, norm: Norm | None, head_dim: int = 128
 
 
 def random_call(
-    rows: int, sizes: HeadSizes, dtype: Any = jnp.bfloat16, parts: int = 1
-) -> tuple[jax.Array, Scales, Places]:
+    rows: int, sizes: HeadSizes, dtype: Any = jnp.bfloat16, parts: int = 1, bias: bool = False
+) -> tuple[Parts, Scales, Places]:
     """Rows go to slots in any order, some of them nowhere; the last value is not finite. Several parts are float32."""
     rng = np.random.default_rng(rows)
 
@@ -35,13 +37,15 @@ def random_call(
     columns = draw(parts, rows, sizes.num_heads * sizes.head_dim)
     columns = columns.at[-1, -1, -2:].set(jnp.asarray([jnp.nan, jnp.inf], dtype))
     columns = columns if parts == 1 else columns.astype(jnp.float32) + 0.001
-    return columns, scales, Places(cos, sin, jnp.asarray(slots), draw(*pages), draw(*pages))
+    left = Parts(columns, draw(columns.shape[2]) if bias else None)
+    return left, scales, Places(cos, sin, jnp.asarray(slots), draw(*pages), draw(*pages))
 
 
-def check_heads(made: Any, columns: Any, scales: Scales, places: Places, sizes: HeadSizes) -> None:
+def check_heads(made: Any, columns: Parts, scales: Scales, places: Places, sizes: HeadSizes) -> None:
     """Hold the query, and K and V of all token slots, to those in float64."""
-    exact = [np.asarray(x, np.float64) for x in (columns, places.cos[:, None], places.sin[:, None])]
-    heads, cos, sin = exact[0].sum(0).reshape(columns.shape[1], -1, sizes.head_dim), *exact[1:]
+    total = listed(columns).sum(0)
+    heads = total.reshape(len(total), -1, sizes.head_dim)
+    cos, sin = (np.asarray(x, np.float64) for x in (places.cos[:, None], places.sin[:, None]))
     first_key, first_value = sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads
     parts = [heads[:, :first_key], heads[:, first_key:first_value]]
 

@@ -8,7 +8,9 @@ import numpy as np
 from flax import nnx
 
 from codec_jax.nnx import Decoder
+from codec_jax.nnx.expert_products import added_up
 from codec_jax.nnx.norm import RMSNorm
+from pallas_kernels.addends import Parts, Shares
 from pallas_kernels.hopper.add_norm import Factors
 from pallas_kernels.hopper.head_rows import Norm
 
@@ -23,13 +25,32 @@ def factors_of(placement: str, update: Any, total: Any) -> Factors:
     )
 
 
+def listed(update: Parts | Shares) -> np.ndarray:
+    """What is added up for each row, [S, rows, D], float64; nothing of an expert that is elsewhere."""
+    if isinstance(update, Parts):
+        parts = np.asarray(update.parts, np.float64)
+        if update.bias is None:
+            return parts
+        return np.concatenate([parts, np.broadcast_to(np.asarray(update.bias, np.float64), (1, *parts.shape[1:]))])
+    made, place, share = (np.asarray(each) for each in update)
+    rows = np.concatenate([made.astype(np.float64), np.zeros((1, made.shape[1]))])[place]  # [rows, chosen, D]
+    return (rows * share[..., None]).swapaxes(0, 1)
+
+
+def summed(update: Parts | Shares) -> Any:
+    """The sum of that, [rows, D], by operations of JAX."""
+    if isinstance(update, Shares):
+        return added_up(update, jnp.float32)
+    return update.parts.sum(0) + (0.0 if update.bias is None else update.bias[None])
+
+
 def normed(x: Any, factors: Any, norm: Norm) -> Any:
     """The root mean square norm; factors may have an axis for each of x."""
     return x * ((x * x).mean(-1, keepdims=True) + norm.epsilon) ** -0.5 * (factors + float(norm.plus_one))
 
 
 def add_and_norm(x: Any, update: Any, factors: Factors, norm: Norm) -> Any:
-    """What a kernel does to [rows, D] with the sum of all parts, by operations of JAX."""
+    """What a kernel does to [rows, D] with what is added to it, by operations of JAX."""
     factors = jax.tree.map(lambda each: each.astype(jnp.float32)[None], factors)
     if factors.update is not None:
         update = normed(update.astype(jnp.float32), factors.update, norm)

@@ -10,7 +10,6 @@ from codec_jax.nnx.decoder_config import DecoderConfig, Latent, Mixture
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
 from codec_jax.nnx.params import Matcher, SamplingParams
-from codec_jax.nnx.parts import Parts
 from codec_jax.nnx.replicas import Replicas
 from codec_jax.nnx.request import Request, Update
 from codec_jax.nnx.rope import LinearScaling, Llama3Scaling, YarnScaling
@@ -21,6 +20,7 @@ from codec_jax.nnx.shards import PlacedDecoder
 from codec_jax.nnx.state import Completion, Decoding, Generated
 from codec_jax.nnx.stats import Stats
 from codec_jax.nnx.text import TextStream
+from pallas_kernels.addends import Parts
 
 __all__ = [
     "PUBLISHED",

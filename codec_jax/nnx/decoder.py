@@ -24,8 +24,9 @@ from codec_jax.nnx.latent_attention import MultiHeadLatentAttention
 from codec_jax.nnx.mlp import MLP, linear
 from codec_jax.nnx.norm import RMSNorm
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.nnx.parts import Parts, Update, add_and_norm
+from codec_jax.nnx.parts import Update, add_and_norm
 from codec_jax.nnx.self_attention import Attention
+from pallas_kernels.addends import Parts, Shares
 
 
 class Block(nnx.Module):
@@ -71,7 +72,7 @@ class Block(nnx.Module):
         """Return x with what is to be added to it, and what a part of the layer is given of it."""
         return add_and_norm(parallel, x, update, None if self.placement == "after" else getattr(self, f"{part}_norm"))
 
-    def _leaving(self, part: str, value: Array | Parts) -> Update:
+    def _leaving(self, part: str, value: Array | Parts | Shares) -> Update:
         """Return what a part of the layer gives, which waits for the next one to be added."""
         return Update(value, None if self.placement == "before" else getattr(self, f"{part}_out_norm"))
 

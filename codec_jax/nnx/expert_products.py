@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.addends import Shares
 from pallas_kernels.expert_rows import most_tiles, rows_of_experts, tiles_of
 from pallas_kernels.gates import Activation, gated
 from pallas_kernels.hopper import experts as hopper
@@ -51,12 +52,7 @@ def map_tokens(
     """Add up what its experts make of each token, in the best way there is; not to be differentiated.
 
     Args:
-      x: tokens.
-      chosen: their experts.
-      weights: of the experts.
-      activation: of the experts.
-
-    Warns, once, on a GPU without a kernel for these weights.
+      x, chosen, weights, activation: as in `map_rows`, which warns.
 
     >>> from codec_jax.nnx.expert_products import Chosen, Weights, map_tokens
     >>> chosen = Chosen(jnp.asarray([[0, 1], [1, 2]]), jnp.asarray([[1.0, 0.0], [0.25, 0.75]]))
@@ -64,11 +60,28 @@ def map_tokens(
     >>> map_tokens(jnp.ones((2, 4)), chosen, weights, "silu")[:, 0].round(2).tolist()
     [0.0, 27.5]
     """
+    made = map_rows(x, chosen, weights, activation)
+    return added_up(made, x.dtype) if isinstance(made, Shares) else made
+
+
+def map_rows(
+    x: Float[Array, "tokens D"], chosen: Chosen, weights: Weights, activation: Activation
+) -> Float[Array, "tokens D"] | Shares:
+    """Do as `map_tokens`, but leave to others to add up what was made in rows by themselves.
+
+    Args:
+      x: tokens.
+      chosen: their experts.
+      weights: of the experts.
+      activation: of the experts.
+
+    Warns, once, on a GPU without a kernel for these weights.
+    """
     device = jax.devices()[0]
     reason = hopper.why_not(x, weights.down, device)
     if reason is None:
         made, place = hopper.map_rows(x, chosen.expert, *weights, activation=activation, num_ctas=device.core_count)
-        return _added(made, place, chosen, x.dtype)
+        return Shares(made, place, chosen.share)
     if device.platform == "gpu":
         # The registry of `warnings` shows a text once per process and line.
         warnings.warn(f"mixtures run without a kernel, which is correct but slow on a GPU; {reason}", stacklevel=1)
@@ -106,9 +119,7 @@ def _map_all(weights: Weights, activation: Activation, tokens: tuple[Array, Chos
     return (out.astype(jnp.float32) * share).sum(axis=0).astype(x.dtype)
 
 
-def _by_tiles(
-    x: Float[Array, "tokens D"], chosen: Chosen, weights: Weights, activation: Activation
-) -> Float[Array, "tokens D"]:
+def _by_tiles(x: Float[Array, "tokens D"], chosen: Chosen, weights: Weights, activation: Activation) -> Shares:
     rows = rows_of_experts(chosen.expert, len(weights.down), _TILE_ROWS)
     tiles = tiles_of(rows, _TILE_ROWS)
 
@@ -119,15 +130,13 @@ def _by_tiles(
         return _product("etf,efd->etd", hidden, own.down, own.down_bias)[0]
 
     made = lax.map(run, (tiles.expert, rows.token.reshape(-1, _TILE_ROWS)))
-    return _added(made.reshape(-1, x.shape[1]), rows.place, chosen, x.dtype)
+    return Shares(made.reshape(-1, x.shape[1]), rows.place, chosen.share)
 
 
-def _added(
-    made: Float[Array, "R D"], place: Int[Array, "tokens chosen"], chosen: Chosen, dtype: jnp.dtype
-) -> Float[Array, "tokens D"]:
+def added_up(shares: Shares, dtype: jnp.dtype) -> Float[Array, "tokens D"]:
     """Add up what was made of a token's rows, by the shares of the experts; nothing of what is on other devices."""
-    of_token = made.at[place].get(mode="fill", fill_value=0)  # [tokens, chosen, D]
-    return (of_token.astype(jnp.float32) * chosen.share[..., None]).sum(axis=1).astype(dtype)
+    of_token = shares.made.at[shares.place].get(mode="fill", fill_value=0)  # [tokens, chosen, D]
+    return (of_token.astype(jnp.float32) * shares.share[..., None]).sum(axis=1).astype(dtype)
 
 
 def _product(indices: str, x: Array, weights: Array, bias: Array | None) -> Float[Array, "E t outputs"]:

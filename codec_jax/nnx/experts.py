@@ -9,9 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from codec_jax.nnx.decoder_config import DecoderConfig, Mixture
-from codec_jax.nnx.expert_products import Chosen, Weights, map_densely, map_tokens
+from codec_jax.nnx.expert_products import Chosen, Weights, added_up, map_densely, map_rows
 from codec_jax.nnx.mlp import MLP, linear
 from codec_jax.nnx.parallel import ALONE, Parallel
+from codec_jax.nnx.parts import adds_up_experts, router_scores
+from pallas_kernels.addends import Shares
 from pallas_kernels.hopper import choose
 
 #: Added to sums that are divided by: of sigmoids, all of a token's may be 0.
@@ -23,7 +25,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: DecoderConfig, mixture: Mixture, rngs: nnx.Rngs) -> None:
         """Create the router and the two projections of all experts."""
-        self.activation, self.mixture, self.dtype = config.activation, mixture, config.dtype
+        self.config, self.mixture = config, mixture
         count, hidden, size = mixture.num_experts, config.hidden_size, mixture.expert_size
         self.router = linear(config, hidden, count, rngs, bias=mixture.bias)
         draw = nnx.initializers.lecun_normal(batch_axis=0)
@@ -41,24 +43,28 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Map each token by itself, so that it can be differentiated: every expert maps every token."""
         rows = x.reshape(-1, x.shape[-1])
-        mapped = map_densely(rows, self._choose(rows), self._weights(), self.activation).reshape(x.shape)
-        return self._with_shared(x, mapped)
+        mapped = map_densely(rows, self._choose(rows), self._weights(), self.config.activation)
+        return self._with_shared(x, mapped.reshape(x.shape))
 
-    def decode(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"]:
+    def decode(self, x: Float[Array, "B T D"], parallel: Parallel = ALONE) -> Float[Array, "B T D"] | Shares:
         """Map each token by its experts alone; of several devices each by those that it has, and all shares add up."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows, mixture = x.reshape(-1, x.shape[-1]), self.mixture
         chosen = self._choose(rows, parallel.has_kernels)
-        chosen = chosen._replace(expert=parallel.here(chosen.expert, self.mixture.num_experts))
-        run = map_densely if parallel.differentiable else map_tokens
-        mapped = run(rows, chosen, self._weights(), self.activation).reshape(x.shape)
-        return self._with_shared(x, mapped)
+        chosen = chosen._replace(expert=parallel.here(chosen.expert, mixture.num_experts))
+        run = map_densely if parallel.differentiable else map_rows
+        mapped = run(rows, chosen, self._weights(), self.config.activation)
+        if isinstance(mapped, Shares):
+            if mixture.shared_size is None and adds_up_experts(self.config, parallel, mixture.experts_per_token):
+                return mapped
+            mapped = added_up(mapped, x.dtype)
+        return self._with_shared(x, mapped.reshape(x.shape))
 
     def _with_shared(self, x: Float[Array, "B T D"], mapped: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return mapped if self.mixture.shared_size is None else mapped + self.shared(x)
 
     def _weights(self) -> Weights:
         names = Weights._fields if self.mixture.bias else ("gate_up", "down")
-        return Weights(**{name: getattr(self, name)[...].astype(self.dtype) for name in names})
+        return Weights(**{name: getattr(self, name)[...].astype(self.config.dtype) for name in names})
 
     def _choose(self, rows: Float[Array, "tokens D"], has_kernels: bool = False) -> Chosen:
         mixture = self.mixture
@@ -69,12 +75,12 @@ class Experts(nnx.Module):
             _, expert = lax.top_k(liked, mixture.experts_per_token)
             share = jnp.take_along_axis(shares, expert, axis=-1)
         else:
-            scores, is_of_all = self.router(rows), mixture.groups == mixture.groups_per_token
-            if has_kernels and is_of_all and choose.why_not(scores, jax.devices()[0]) is None:
+            asked, is_of_all = (mixture.num_experts, self.config.dtype), mixture.groups == mixture.groups_per_token
+            if has_kernels and is_of_all and choose.why_not(*asked, jax.devices()[0]) is None:
                 options = {"chosen": mixture.experts_per_token, "normalised": mixture.normalised}
-                expert, share = choose.choose(scores, **options)
+                expert, share = choose.choose(router_scores(self.router, rows), self.config.dtype, **options)
                 return Chosen(expert, share * mixture.weight_scale)
-            shares = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
+            shares = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
             share, expert = lax.top_k(self._in_best_groups(shares), mixture.experts_per_token)
         if mixture.normalised:
             share = share / (share.sum(axis=-1, keepdims=True) + _TINY)

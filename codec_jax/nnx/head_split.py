@@ -11,8 +11,8 @@ from codec_jax.forest import KVPages
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.head_sizes import sizes_of, takes_heads
 from codec_jax.nnx.parallel import Parallel
-from codec_jax.nnx.parts import Parts
 from codec_jax.nnx.rope import turns
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import Places, Scales
 
@@ -51,12 +51,13 @@ def split_heads(
 
     Returns the queries, and the pages.
     """
-    parts = columns.parts if isinstance(columns, Parts) else columns[None]
-    batch, sizes = parts.shape[1:3], sizes_of(config, parallel.heads(config.num_q_heads, config.num_kv_heads))
+    left = columns if isinstance(columns, Parts) else Parts(columns[None])
+    sizes = sizes_of(config, parallel.heads(config.num_q_heads, config.num_kv_heads))
+    count, *batch, width = left.parts.shape
     cos, sin = turns(positions.reshape(-1), config.head_dim // 2, *config.rope_of(layer))
     places = Places(cos, sin, slots.reshape(-1), pages.key, pages.value)
     run: Callable[..., tuple[Array, Array, Array]] = head_rows.split_heads
     if parallel.gathers is not None and parallel.collects_heads:
         run = parallel.gathers.split_heads
-    query, key, value = run(parts.reshape(len(parts), -1, parts.shape[3]), scales, places, sizes)
+    query, key, value = run(left._replace(parts=left.parts.reshape(count, -1, width)), scales, places, sizes)
     return query.reshape(*batch, *query.shape[1:]), replace(pages, key=key, value=value)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from codec_jax.mesh import CONTEXT, TENSOR, axis_size
 from pallas_kernels import Call, Family, Scores
+from pallas_kernels.addends import Parts, Shares
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_heads, of_merges, of_rows
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
 from pallas_kernels.hopper.add_norm import Factors
@@ -152,12 +153,12 @@ class Mailbox:
         return self._run(add_up, x)
 
     def add_up_and_norm(
-        self, x: Float[Array, "rows D"], parts: Float[Array, "S rows D"], factors: Factors, norm: Norm
+        self, x: Float[Array, "rows D"], update: Parts | Shares, factors: Factors, norm: Norm
     ) -> tuple[Float[Array, "rows D"], Float[Array, "rows D"]]:
         """Do what `add_norm.add_and_norm` does, with the sum of what the devices have; of a mailbox for rows."""
         from pallas_kernels.between_devices.add_up_and_norm import add_up_and_norm
 
-        return self._run(partial(add_up_and_norm, norm=norm), x, parts, factors)
+        return self._run(partial(add_up_and_norm, norm=norm), x, update, factors)
 
     def collect(self, x: Float[Array, "*rows columns"], parts: Sequence[int]) -> Float[Array, "*rows all"]:
         """Return the columns of all devices of a group: of each part all of theirs, then of the next one."""
@@ -166,12 +167,12 @@ class Mailbox:
         return self._run(partial(collect, parts=tuple(parts)), x)
 
     def split_heads(
-        self, columns: Float[Array, "S rows columns"], scales: Scales, places: Places, heads: HeadSizes
+        self, columns: Parts, scales: Scales, places: Places, heads: HeadSizes
     ) -> tuple[Array, Array, Array]:
         """Do what `head_rows.split_heads` does, of the heads of all devices; of a mailbox for heads.
 
         Args:
-          columns: of the heads that this device computed.
+          columns: [S, rows, columns], of the heads that this device computed.
           scales, places: as in `head_rows.split_heads`.
           heads: those of all devices of the group.
         """

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from codec_jax.nnx.decoder_config import DecoderConfig
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.nnx.parts import Parts, multiply
+from codec_jax.nnx.parts import multiply
+from pallas_kernels.addends import Parts
 from pallas_kernels.gates import gated
 
 

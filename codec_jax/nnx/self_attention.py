@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -14,8 +16,9 @@ from codec_jax.nnx.dense_attention import dense_attention
 from codec_jax.nnx.mlp import linear
 from codec_jax.nnx.norm import RMSNorm, reciprocal_root_mean_square
 from codec_jax.nnx.parallel import ALONE, Parallel
-from codec_jax.nnx.parts import Parts, multiply
+from codec_jax.nnx.parts import multiply, with_bias
 from codec_jax.nnx.rope import rotate
+from pallas_kernels.addends import Parts
 
 
 class Attention(nnx.Module):
@@ -60,7 +63,8 @@ class Attention(nnx.Module):
         Returns [B, T, D].
         """
         query, key, value = self._project(x, positions)
-        return self._merge(dense_attention(query, key, value, positions, self._scoring()))
+        heads = dense_attention(query, key, value, positions, self._scoring())
+        return self._with_bias(self.out(heads.reshape(*heads.shape[:2], -1)))
 
     def decode(
         self,
@@ -98,9 +102,8 @@ class Attention(nnx.Module):
             query, key, value = self._project(x, positions, parallel)
             pages = pages.write(slots, key, value)
         heads = attend(query, pages, self._scoring())
-        if config.out_bias:
-            return self._merge(heads, parallel), pages
-        return multiply(config, parallel, self.out, heads.reshape(*heads.shape[:2], -1)), pages
+        merged = multiply(config, parallel, self.out, heads.reshape(*heads.shape[:2], -1))
+        return self._with_bias(merged, parallel), pages
 
     def _scoring(self) -> Scoring:
         """Return how the layer makes weights of queries and keys."""
@@ -139,8 +142,7 @@ class Attention(nnx.Module):
             jnp.broadcast_to(norm.factors, (heads, self.config.head_dim)) for norm, heads in norms
         ])  # fmt: skip
 
-    def _merge(self, heads: Array, parallel: Parallel = ALONE) -> Array:
-        out = self.out(heads.reshape(*heads.shape[:2], -1))
-        if self.config.out_bias:
-            out += parallel.once(self.out_bias[...].astype(out.dtype))[None, None]
-        return out
+    def _with_bias(self, merged: Any, parallel: Parallel = ALONE) -> Any:
+        if not self.config.out_bias:
+            return merged
+        return with_bias(merged, parallel.once(self.out_bias[...].astype(self.config.dtype)))

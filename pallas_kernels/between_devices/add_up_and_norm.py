@@ -2,7 +2,7 @@
 
     one thread block for each row:
 
-        parts of this device's share [S, D] ─► share ─► every device's mailbox
+        what this device has to add up ─► its share ─► every device's mailbox
 
         mailbox ─► device 0's + device 1's + ... ─► norm, if there is one ─┬─► rounded ─┬─► hidden states
                                                              hidden states ┘            └─► norm, if ─► normed
@@ -22,10 +22,11 @@ import numpy as np
 from jax import lax
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.addends import Parts, Shares
 from pallas_kernels.between_devices.mailbox import Box, Memory, call
 from pallas_kernels.between_devices.numbers import Numbers
 from pallas_kernels.between_devices.sizes import Sizes
-from pallas_kernels.hopper.add_norm import Factors, do_row, out_types
+from pallas_kernels.hopper.add_norm import Factors, Piece, do_row, out_types
 from pallas_kernels.hopper.head_rows import Norm
 
 
@@ -33,28 +34,28 @@ from pallas_kernels.hopper.head_rows import Norm
 @partial(jax.jit, static_argnames=("norm", "sizes"))
 @jax.enable_x64(False)  # the kernel counts in int32
 def add_up_and_norm(
-    mailbox: Memory, x: jax.Array, parts: jax.Array, factors: Factors, norm: Norm, sizes: Sizes
+    mailbox: Memory, x: jax.Array, update: Parts | Shares, factors: Factors, norm: Norm, sizes: Sizes
 ) -> tuple[Memory, tuple[jax.Array, jax.Array]]:
     """Return the mailbox for the next call, and what `add_norm` does, with the sum of what the devices have.
 
     Args:
       mailbox: of `mailbox.empty`.
       x: [rows, D], bfloat16 or float16, the same on all devices.
-      parts: [S, rows, D], of this device's share; float32, or one part like x.
+      update: what this device has, as in `add_norm.add_and_norm`.
       factors, norm: as in `add_norm.add_and_norm`.
       sizes: of `sizes.of_rows`.
     """
-    spread = plgpu.Layout.WG_STRIDED((x.shape[1],), 2 * sizes.width)
-    given, structure = jax.tree.flatten((x, parts, factors))
+    whole = Piece(0, x.shape[1], plgpu.Layout.WG_STRIDED((x.shape[1],), 2 * sizes.width))
+    given, structure = jax.tree.flatten((x, update, factors))
 
     def body(*refs: Any) -> None:
-        x, parts, factors = jax.tree.unflatten(structure, refs[: len(given)])
+        x, update, factors = jax.tree.unflatten(structure, refs[: len(given)])
         slots, counts, *outs = refs[len(given) :]
 
         def over_devices(share: jax.Array) -> jax.Array:
             return _sum_over_devices(share, slots, counts, x.dtype, sizes)
 
-        do_row(lax.axis_index("blocks"), x, parts, factors, tuple(outs), norm, spread, over_devices)
+        do_row(lax.axis_index("blocks"), x, update, factors, tuple(outs), norm, (whole,), over_devices)
 
     mailbox, results = call("add_up_and_norm", body, mailbox, given, out_types(x, factors), sizes)
     return mailbox, (results[0], results[-1])

@@ -19,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jaxlib.mlir.dialects import vector
 
+from pallas_kernels.addends import Parts
 from pallas_kernels.between_devices.mailbox import SCALAR, Box, Memory, begin, only
 from pallas_kernels.between_devices.numbers import Numbers
 from pallas_kernels.between_devices.sizes import Sizes
@@ -31,14 +32,14 @@ from pallas_kernels.varying import unvaried, vary_like
 @partial(jax.jit, static_argnames=("heads", "sizes"))
 @jax.enable_x64(False)  # the kernel counts in int32
 def collect_heads(
-    mailbox: Memory, columns: jax.Array, scales: Scales, places: Places, heads: HeadSizes, sizes: Sizes
+    mailbox: Memory, columns: Parts, scales: Scales, places: Places, heads: HeadSizes, sizes: Sizes
 ) -> tuple[Memory, tuple[jax.Array, jax.Array, jax.Array]]:
     """Return the mailbox for the next call, and what `head_rows.split_heads` returns of the heads of all devices.
 
     Args:
       mailbox: of `mailbox.empty`.
       columns: [S, rows, columns], of the heads that this device computed: of its share of the queries, of the keys, of
-        the values; in S parts that are added up.
+        the values.
       scales: factors of the norms of queries, and of keys, if there are norms.
       places: positions and pages, those of this device, of all kv heads.
       heads: those of all devices.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper.tiling import SIXTEEN_BITS, why_not_on
 from pallas_kernels.varying import unvaried, vary_like
 
@@ -80,14 +81,14 @@ def why_not(sizes: HeadSizes, rows: int, dtype: Any, device: Any) -> str | None:
 @partial(jax.jit, static_argnames="sizes")
 @jax.enable_x64(False)  # the kernel counts in int32
 def split_heads(
-    columns: Float[Array, "S rows columns"], scales: Scales, places: Places, sizes: HeadSizes
+    columns: Parts, scales: Scales, places: Places, sizes: HeadSizes
 ) -> tuple[Float[Array, "rows N H"], Float[Array, "num_pages page_size K H"], Float[Array, "num_pages page_size K H"]]:
     """Normalise and rotate queries and keys, and store K and V.
 
     Entries of V that are not finite are stored as 0, K as it is.
 
     Args:
-      columns: of all heads, (N + 2K) H, in S parts that are added up; bfloat16, float16 or float32.
+      columns: [S, rows, (N + 2K) H], of all heads, in S parts; bfloat16, float16 or float32.
       scales: factors of the norms of queries, and of keys, if there are norms.
       places: positions and pages; bfloat16 or float16, and so is the query.
       sizes: the heads.

@@ -24,6 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.addends import Parts
 from pallas_kernels.compat import kernel_on_references, load, store
 from pallas_kernels.hopper.head_rows import BLOCK_ROWS, HeadSizes, Places, Scales
 from pallas_kernels.in_place import run_in_place
@@ -51,7 +52,7 @@ ALONE = Alone()
 
 
 def split_heads(
-    columns: jax.Array, scales: Scales, places: Places, sizes: HeadSizes, group: Any = ALONE
+    columns: Parts, scales: Scales, places: Places, sizes: HeadSizes, group: Any = ALONE
 ) -> tuple[jax.Array, ...]:
     """Return the query and the pages, as `head_rows.split_heads` promises, and the memory of the group.
 
@@ -60,13 +61,15 @@ def split_heads(
         computed, in the same order, and the sizes of those of all devices.
       group: the devices among which heads are divided.
     """
-    (parts, count, _), dtype, own = columns.shape, places.key_pages.dtype, sizes.share(group.devices)
+    (parts, count, _), dtype, own = columns.parts.shape, places.key_pages.dtype, sizes.share(group.devices)
     inputs = {
-        "columns": columns.reshape(parts, count, own.num_heads, 2, own.half),
+        "columns": columns.parts.reshape(parts, count, own.num_heads, 2, own.half),
         "cos": places.cos,
         "sin": places.sin,
         "slots": places.slots,
     }
+    if columns.bias is not None:
+        inputs["bias"] = columns.bias.reshape(own.num_heads, 2, own.half)
     if scales is not None:
         inputs |= {"query_scales": scales[0].reshape(2, -1), "key_scales": scales[1].reshape(2, -1)}
     stored = {"key_pages": places.key_pages, "value_pages": places.value_pages}
@@ -76,7 +79,7 @@ def split_heads(
     def body(*refs: Any) -> None:
         after = before + len(group.memory)
         named = dict(zip(names, refs[:before] + refs[after:], strict=True))
-        _split(SimpleNamespace(**named, memory=refs[before:after]), sizes, group)
+        _split(SimpleNamespace(**{"bias": None} | named, memory=refs[before:after]), sizes, group)
 
     kernel = kernel_on_references(
         "split_heads" if group.devices == 1 else "collect_heads",
@@ -105,6 +108,9 @@ def _split(refs: Any, sizes: HeadSizes, group: Any) -> None:
     def heads_of_all(finish: Callable[[Halves], Halves]) -> list[Halves]:
         """Add up the parts of the head, and finish it; return it, or those of all devices, [4, H / 2] each."""
         columns = [[load(refs.columns.at[i, rows, head, half], spread) for half in range(2)] for i in range(parts)]
+        if refs.bias is not None:
+            bias = (load(refs.bias.at[head, half], spread.reduce(0)) for half in range(2))  # [H / 2]
+            columns.append([broadcast(each, 1, sizes.half) for each in bias])
         begun = group.begin(refs.memory, block)  # while the columns come
         left, right = (reduce(jnp.add, (x.astype(jnp.float32) for x in half)) for half in zip(*columns, strict=True))
         return group.collect(refs.memory, block, begun, finish((left, right)), spread)

@@ -31,10 +31,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from merge_calls import Rows, partials_of
-from norm_calls import PLACEMENTS, check, factors_of
+from norm_calls import PLACEMENTS, check, factors_of, listed
 
 from codec_jax.nnx import mailboxes
 from codec_jax.nnx.mailboxes import Mailbox
+from pallas_kernels.addends import Parts, Shares
 from pallas_kernels.between_devices.sizes import of_arrays, of_columns, of_heads, of_merges, of_rows
 from pallas_kernels.compat import REACHES_OTHER_DEVICES
 from pallas_kernels.hopper.head_rows import Norm, Places
@@ -84,7 +85,7 @@ def test_an_exchange_is_one_kernel_that_keeps_its_memory_where_it_is(dtype: Any)
     ]
     if dtype != jnp.float32:
         states, share = ((8, 3, *shape) for shape in ((16, 1, 2560), (4, 16, 1, 2560)))
-        given = jax.ShapeDtypeStruct(states, dtype), jax.ShapeDtypeStruct(share, jnp.float32)
+        given = jax.ShapeDtypeStruct(states, dtype), Parts(jax.ShapeDtypeStruct(share, jnp.float32))
         factors = jax.ShapeDtypeStruct((8, 3, 2560), dtype)
         traced += [
             norms_on(mesh, Norm(1e-6, False)).trace((*given, factors_of(placement, factors, factors)))
@@ -103,7 +104,7 @@ def test_an_exchange_is_one_kernel_that_keeps_its_memory_where_it_is(dtype: Any)
 def test_heads_are_split_and_collected_by_one_kernel(axes: tuple[str, str], head_dim: int, norm: Norm | None) -> None:
     mesh, heads = mesh_of(2, 4, axes, jax.devices("cpu")), sizes_of(16, 4, norm, head_dim)
     columns, *rest = jax.eval_shape(lambda: random_call(18, heads, parts=4))
-    columns = jax.ShapeDtypeStruct((*columns.shape[:2], columns.shape[2] // 2), columns.dtype)
+    columns = Parts(jax.ShapeDtypeStruct((4, 18, columns.parts.shape[2] // 2), jnp.float32))
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, 3, *x.shape), x.dtype), (columns, *rest))
     text = heads_on(mesh, heads).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # one makes the mailbox
@@ -242,12 +243,35 @@ class TestOnSeveralGPUs:
         )
         factors = factors_of(placement, *of_norms)
         x, factors = jax.tree.map(lambda each: np.asarray(jnp.asarray(each, dtype)), (x, factors))
-        made = norms_on(mesh_of(1, devices), norm)((x, share, factors))
+        made = norms_on(mesh_of(1, devices), norm)((x, Parts(share), factors))
         by_part = np.moveaxis(share, 2, 0)
         each_row = jax.tree.map(lambda each: each[0].reshape(CALLS, *(1,) * (len(shape) - 1), -1), factors)
         check([of_devices[0] for of_devices in made], x[0], by_part, each_row, norm, sent=True)
         for of_devices in made:
             assert all((of_device == of_devices[0]).all() for of_device in of_devices)  # to the last bit
+
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    def test_devices_add_up_what_their_experts_made(self, dtype: Any) -> None:
+        """Each has some of the experts of a token; rows that nobody has are not numbers."""
+        devices, rng, rows, chosen, width = len(jax.devices()), np.random.default_rng(0), 16, 4, 2560
+        made = rng.normal(size=(devices, CALLS, rows * chosen + 1, width))
+        made[:, :, -1] = np.nan
+        place = np.broadcast_to(
+            np.arange(rows * chosen, dtype=np.int32).reshape(rows, chosen), (devices, CALLS, rows, chosen)
+        )
+        elsewhere = rng.integers(0, devices, (CALLS, rows, chosen)) != np.arange(devices)[:, None, None, None]
+        place = np.where(elsewhere, rows * chosen + 1, place)
+        shares = Shares(np.asarray(jnp.asarray(made, dtype)), place, rng.random(place.shape).astype(np.float32))
+        x, factor = (
+            np.asarray(jnp.asarray(each, dtype)) for each in (rng.normal(size=(rows, 1, width)), rng.random(width))
+        )
+        factors, norm = factors_of("before", factor, factor), Norm(1e-6, False)
+        given = jax.tree.map(lambda each: np.broadcast_to(each, (devices, CALLS, *each.shape)), (x, factors))
+        results = norms_on(mesh_of(1, devices), norm)((given[0], shares, given[1]))
+        for turn in range(CALLS):
+            of_devices = [listed(jax.tree.map(lambda each: each[i, turn], shares)) for i in range(devices)]  # noqa: B023
+            parts = np.stack(of_devices, axis=1)[:, :, :, None]  # [chosen, devices, rows, 1, D]
+            check([of_devices[0, turn] for of_devices in results], x, parts, factors, norm, sent=True)
 
     def test_what_is_not_finite_stays_so(self) -> None:
         devices = len(jax.devices())
@@ -283,30 +307,31 @@ class TestOnSeveralGPUs:
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
     @pytest.mark.parametrize(
-        ("rows", "head_dim", "norm", "parts"),
+        ("rows", "head_dim", "norm", "parts", "bias"),
         [
-            (16, 128, Norm(1e-6, False), 1),
-            (17, 128, Norm(1e-3, True), 4),
-            (4, 64, None, 2),
-            (23, 64, Norm(1e-6, False), 1),
-            (18, 256, None, 1),
-            (64, 256, Norm(1e-6, False), 2),
+            (16, 128, Norm(1e-6, False), 1, False),
+            (17, 128, Norm(1e-3, True), 4, True),
+            (4, 64, None, 2, True),
+            (23, 64, Norm(1e-6, False), 1, False),
+            (18, 256, None, 1, False),
+            (64, 256, Norm(1e-6, False), 2, False),
         ],
         ids=str,
     )
     def test_heads_of_a_group_equal_float64(
-        self, rows: int, head_dim: int, norm: Norm | None, parts: int, dtype: Any
+        self, rows: int, head_dim: int, norm: Norm | None, parts: int, bias: bool, dtype: Any
     ) -> None:
         """In every call rows have other columns, groups too; each device has slots and pages of its own."""
         for mesh in every_mesh_here():
             context, groups = mesh.shape["context"], members(mesh)
             heads = sizes_of(4 * context, 2 * context, norm, head_dim)
-            columns, scales, places = jax.tree.map(np.asarray, random_call(rows, heads, dtype, parts))
+            columns, scales, places = jax.tree.map(np.asarray, random_call(rows, heads, dtype, parts, bias))
             calls = {}
 
             def call_of(device: int, turn: int, group: int, columns: Any = columns, places: Places = places) -> Any:
                 own = [np.roll(x, device, axis=0) for x in (places.slots, places.key_pages, places.value_pages)]
-                return np.roll(columns, 3 * turn + group, axis=1), Places(places.cos, places.sin, *own)
+                moved = columns._replace(parts=np.roll(columns.parts, 3 * turn + group, axis=1))
+                return moved, Places(places.cos, places.sin, *own)
 
             for number, group in enumerate(groups):
                 for i, device in enumerate(group):

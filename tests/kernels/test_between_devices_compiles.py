@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import topologies
 from codec_jax.nnx.mailboxes import Mailbox
 from pallas_kernels.between_devices.por import por
+from pallas_kernels.addends import Parts, Shares
 from pallas_kernels.hopper.add_norm import Factors
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places
 
@@ -41,7 +42,7 @@ def split(x, weights, pages, mailboxes):
         angles = jnp.ones((16, each.half), jnp.float32)
         scales, slots = jnp.tanh(x[0, : each.head_dim]), jnp.arange(16, dtype=jnp.int32) + i
         places = Places(angles, angles, slots, keys, values)
-        query, *pages[i] = mailbox.split_heads(parts, (scales, scales), places, each)
+        query, *pages[i] = mailbox.split_heads(Parts(parts), (scales, scales), places, each)
         x += jnp.pad(query[:, 0], ((0, 0), (0, x.shape[1] - each.head_dim)))
     return x, pages
 
@@ -61,8 +62,8 @@ def turn(i, carry, weights):
         merged, _, _ = merges._run(merge, Rows(jnp.tile(x, 2)[:, : 32 * 128].reshape(out.shape), rows, rows))
         share = jnp.dot(x.reshape(16, 4, 640).swapaxes(0, 1), weights[0][:640], preferred_element_type=jnp.float32)
         factors = Factors(None, jnp.tanh(x.max(0)))
-        x, normed = norms.add_up_and_norm(x, share, factors, Norm(1e-6, False))
-        x, normed = norms.add_up_and_norm(x, normed[None], Factors(*factors[::-1]), Norm(1e-6, False))
+        x, normed = norms.add_up_and_norm(x, Parts(share), factors, Norm(1e-6, False))
+        x, normed = norms.add_up_and_norm(x, Parts(normed[None]), Factors(*factors[::-1]), Norm(1e-6, False))
         x += normed + jnp.pad(merged.reshape(16, -1), ((0, 0), (0, x.shape[1] - 16 * 128)))
         x, pages = split(x, weights, pages, of_heads)
     return x, pages

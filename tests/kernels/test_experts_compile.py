@@ -15,6 +15,7 @@ import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from codec_jax.nnx import expert_products
 from codec_jax.nnx.expert_products import Chosen, Weights
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper.choose import choose
 
 topology = topologies.get_topology_desc(platform="cuda", target_config=sys.argv[1], topology="1x1x1")
@@ -32,8 +33,9 @@ with mock.patch.object(expert_products.jax, "devices", lambda: [device]):
         text = run.lower(make((tokens, hidden)), each, weights, activation).compile().as_text()
         # Weights go to the kernels as they are.
         assert set(re.findall(rf" = bf16\\[{count},\\S+ ([\\w-]+)\\(", text)) == {"parameter"}
-for tokens, count, chosen in (64, 128, 8), (16, 32, 4), (7, 512, 10):
-    jax.jit(partial(choose, chosen=chosen, normalised=True)).lower(make((tokens, count))).compile()
+for parts, tokens, count, chosen in (32, 64, 128, 8), (45, 16, 32, 4), (1, 7, 512, 10):
+    scores = Parts(make((parts, tokens, count), jnp.float32), make((count,)))
+    jax.jit(partial(choose, dtype=jnp.bfloat16, chosen=chosen, normalised=True)).lower(scores).compile()
 """
 
 

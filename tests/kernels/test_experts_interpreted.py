@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_calls import Sizes, check_choice, check_rows, exact, random_call, random_choices, random_scores
+from expert_calls import Sizes, check_choice, check_rows, exact, in_parts, random_call, random_choices, random_scores
 
 if not hasattr(plgpu, "InterpretGPUParams"):
     pytest.skip(
@@ -20,6 +20,7 @@ from simulator import read
 
 from codec_jax.nnx import expert_products
 from codec_jax.nnx.expert_products import map_tokens
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper import arrange, choose, experts, grouped
 
 GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a test's device", core_count=2)
@@ -81,7 +82,8 @@ def test_the_interpreted_kernel_chooses_the_greatest_scores(sizes: tuple[int, in
     tokens, num_experts, chosen = sizes  # in fours: otherwise two thread blocks write the same, which is a race here
     for seed in range(3):
         scores = random_scores(tokens, num_experts, seed, jnp.bfloat16)
-        made = choose.choose.__wrapped__(scores, chosen=chosen, normalised=normalised)
+        left = in_parts(scores, 2) if seed else Parts(scores[None])
+        made = choose.choose.__wrapped__(left, scores.dtype, chosen=chosen, normalised=normalised)
         check_choice(scores, chosen, normalised, made)
 
 

@@ -13,6 +13,7 @@ from head_calls import check_heads, random_call, sizes_of
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, split_heads
 
 PLAIN, PLUS_ONE = Norm(1e-6, plus_one=False), Norm(1e-3, plus_one=True)
@@ -20,23 +21,28 @@ PLAIN, PLUS_ONE = Norm(1e-6, plus_one=False), Norm(1e-3, plus_one=True)
 
 @pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of JAX 0.10 knows no layouts")
 @pytest.mark.parametrize(
-    ("rows", "sizes", "parts"),
+    ("rows", "sizes", "parts", "bias"),
     [
-        (6, sizes_of(2, 1, PLUS_ONE), 1),
-        (4, sizes_of(1, 1, None), 2),
-        (4, sizes_of(1, 1, None, 64), 1),
-        (5, sizes_of(1, 1, PLAIN, 256), 4),
+        (6, sizes_of(2, 1, PLUS_ONE), 1, False),
+        (4, sizes_of(1, 1, None), 2, True),
+        (4, sizes_of(1, 1, None, 64), 1, False),
+        (5, sizes_of(1, 1, PLAIN, 256), 4, True),
     ],
     ids=str,
 )
 def test_interpreted_heads_equal_float64_without_races(
-    rows: int, sizes: HeadSizes, parts: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    sizes: HeadSizes,
+    parts: int,
+    bias: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Rows that two thread blocks write are the same twice, which the interpreter takes for a race.
     params = plgpu.InterpretGPUParams(detect_races=rows % 4 == 0)
     monkeypatch.setattr(pl, "kernel", partial(pl.kernel, interpret=params))
     split_heads.clear_cache()
-    call = random_call(rows, sizes, parts=parts)
+    call = random_call(rows, sizes, parts=parts, bias=bias)
     check_heads(split_heads(*call, sizes), *call, sizes)
     split_heads.clear_cache()
     assert "RACE DETECTED" not in capsys.readouterr().out
@@ -56,7 +62,7 @@ def test_on_a_mesh_each_device_keeps_its_pages_where_they_are() -> None:
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     whole, each = sizes_of(32, 8, PLAIN), sizes_of(16, 4, PLAIN)
     columns, heads = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
-    in_specs = PartitionSpec(None, *columns), PartitionSpec(), Places(*(PartitionSpec(),) * 3, heads, heads)
+    in_specs = Parts(PartitionSpec(None, *columns)), PartitionSpec(), Places(*(PartitionSpec(),) * 3, heads, heads)
     split = jax.shard_map(
         partial(split_heads, sizes=each), mesh=mesh, in_specs=in_specs, out_specs=(columns, heads, heads)
     )
@@ -72,9 +78,12 @@ def test_on_a_mesh_each_device_keeps_its_pages_where_they_are() -> None:
     sizes_of(32, 8, PLAIN), sizes_of(12, 4, PLUS_ONE), sizes_of(8, 8, None), sizes_of(64, 8, None, 64),
     sizes_of(16, 8, PLUS_ONE, 256),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize(("rows", "parts"), [(4, 1), (16, 4), (17, 1), (64, 2), (511, 1), (512, 1), (2055, 1)])
-def test_heads_equal_float64(rows: int, parts: int, sizes: HeadSizes, dtype: jnp.dtype) -> None:
-    call = random_call(rows, sizes, dtype, parts)
+@pytest.mark.parametrize(
+    ("rows", "parts", "bias"),
+    [(4, 1, False), (16, 4, True), (17, 1, True), (64, 2, False), (511, 1, False), (512, 1, False), (2055, 1, False)],
+)
+def test_heads_equal_float64(rows: int, parts: int, bias: bool, sizes: HeadSizes, dtype: jnp.dtype) -> None:
+    call = random_call(rows, sizes, dtype, parts, bias)
     check_heads(split_heads(*call, sizes), *call, sizes)
 
 

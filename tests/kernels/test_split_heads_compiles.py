@@ -10,6 +10,7 @@ COMPILE = """
 import sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places, split_heads
 
 topology = topologies.get_topology_desc(platform="cuda", target_config=sys.argv[1], topology="1x1x1")
@@ -20,7 +21,7 @@ def make(shape, dtype=jnp.bfloat16):
 sizes = HeadSizes(8, 4, 128, Norm(1e-6, False))
 def run(columns, scales, cos, sin, slots, keys, values):
     def split(pages):
-        return split_heads(columns, (scales, scales), Places(cos, sin, slots, *pages), sizes)
+        return split_heads(Parts(columns), (scales, scales), Places(cos, sin, slots, *pages), sizes)
     one = split((keys[1], values[1]))
     return one, jax.lax.scan(lambda _, pages: (None, split(pages)), None, (keys, values))
 

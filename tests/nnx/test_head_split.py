@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from cases import CONTEXT, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
 from flax import nnx
+from norm_calls import summed
 
 from codec_jax import Forest, PagePool, Window, make_plan
 from codec_jax.forest import KVPages
 from codec_jax.nnx import Decoder, DecoderConfig, Sampler, head_sizes, head_split
 from codec_jax.nnx.parallel import ALONE, Parallel
 from codec_jax.nnx.rope import LinearScaling
+from pallas_kernels.addends import Parts
 from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Places
 
@@ -34,9 +36,9 @@ def _hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_sizes.jax, "devices", lambda: [HOPPER_GPU])
 
 
-def split_heads(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> tuple[Any, Any, Any]:
+def split_heads(columns: Parts, scales: Any, places: Places, sizes: HeadSizes) -> tuple[Any, Any, Any]:
     """What the kernel does, by means of the pages' own writing."""
-    heads = columns.sum(0).reshape(columns.shape[1], sizes.num_heads, sizes.head_dim)
+    heads = summed(columns).reshape(columns.parts.shape[1], sizes.num_heads, sizes.head_dim)
     query, key, value = jnp.split(heads, [sizes.num_q_heads, sizes.num_q_heads + sizes.num_kv_heads], axis=1)
 
     def turned(x: Any, stored: Any) -> Any:
@@ -82,7 +84,7 @@ def test_a_decoder_gives_the_same_by_the_kernel(monkeypatch: pytest.MonkeyPatch)
 def test_each_device_of_a_mesh_splits_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = set()
 
-    def counted(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> Any:
+    def counted(columns: Parts, scales: Any, places: Places, sizes: HeadSizes) -> Any:
         heads.add((sizes.num_q_heads, sizes.num_kv_heads))
         return split_heads(columns, scales, places, sizes)
 

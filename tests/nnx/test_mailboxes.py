@@ -18,7 +18,7 @@ from cases import CONTEXT, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh
-from norm_calls import add_and_norm, with_random_norms
+from norm_calls import add_and_norm, summed, with_random_norms
 from test_head_split import split_heads
 
 from codec_jax.attention import backends
@@ -29,6 +29,7 @@ from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.mailboxes import Mailbox
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
+from pallas_kernels.addends import Parts
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_heads, of_merges, of_rows
 from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places
@@ -58,10 +59,10 @@ class Collectives(Mailbox):
         axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
         return self.count("sums", lambda x: lax.psum(x, axes), x)
 
-    def add_up_and_norm(self, x: Any, parts: Any, factors: Any, norm: Norm) -> Any:
+    def add_up_and_norm(self, x: Any, given: Any, factors: Any, norm: Norm) -> Any:
         assert self.is_by_rows
         axes = tuple(axis for axis in ("tensor", "context") if lax.axis_size(axis) > 1)
-        share = parts.sum(0).astype(x.dtype).reshape(self.like[0])
+        share = summed(given).astype(x.dtype).reshape(self.like[0])
         update = self.count("sums with norms", lambda share: lax.psum(share, axes), share)
         return add_and_norm(x, update.reshape(x.shape), factors, norm)
 
@@ -78,10 +79,10 @@ class Collectives(Mailbox):
         def joined(x: Any) -> Any:
             of_parts = jnp.split(x, np.cumsum([own.num_q_heads, own.num_kv_heads]).tolist(), axis=2)
             gathered = [lax.all_gather(y, "context", axis=2, tiled=True, to="invarying") for y in of_parts]
-            return jnp.concatenate(gathered, 2).reshape(1, columns.shape[1], -1)
+            return jnp.concatenate(gathered, 2).reshape(1, columns.parts.shape[1], -1)
 
-        own_heads = columns.sum(0).reshape(self.like[0]).astype(self.like[1])
-        return split_heads(self.count("heads", joined, own_heads), scales, places, heads)
+        own_heads = summed(columns).reshape(self.like[0]).astype(self.like[1])
+        return split_heads(Parts(self.count("heads", joined, own_heads)), scales, places, heads)
 
     def attend(self, family: Any, call: Any, scores: Any) -> Any:
         def merged(_: Any) -> Any:

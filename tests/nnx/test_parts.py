@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_calls import add_and_norm, with_random_norms
+from norm_calls import add_and_norm, summed, with_random_norms
 
 from codec_jax import Forest, PagePool, make_plan
-from codec_jax.nnx import Decoder, DecoderConfig, head_split, parts
+from codec_jax.nnx import Decoder, DecoderConfig, expert_products, head_split, parts
 from codec_jax.nnx.decoder_config import Mixture
 from codec_jax.nnx.parallel import ALONE, Parallel
-from pallas_kernels.hopper import add_norm, head_rows
+from pallas_kernels.addends import Parts, Shares
+from pallas_kernels.hopper import add_norm, choose, head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Places
 
 CONFIG = DecoderConfig(
@@ -61,24 +62,60 @@ def test_a_product_of_another_kind_is_left_alone(monkeypatch: pytest.MonkeyPatch
     plain = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
     left = parts.multiply(CONFIG, ALONE, plain, x)
     assert left.parts.shape == (2, 3, 1, 32)
-    np.testing.assert_allclose(left.parts.sum(axis=0), plain(x), atol=1e-5)
+    np.testing.assert_allclose(summed(left), plain(x), atol=1e-5)
 
 
-def split_heads(columns: Any, scales: Any, places: Places, sizes: HeadSizes) -> Any:
+@given(st.integers(1, 300).map(lambda n: 8 * n), st.sampled_from([32, 128, 512]), st.integers(1, 600), st.booleans())
+@settings(max_examples=20)
+def test_scores_of_a_router_are_in_parts_that_registers_have_room_for(
+    depth: int, num_experts: int, tokens: int, bias: bool
+) -> None:
+    router = nnx.Linear(depth, num_experts, use_bias=bias, rngs=nnx.Rngs(0))
+    if bias:
+        router.bias[...] = jnp.arange(num_experts, dtype=jnp.float32)
+    x = jax.random.normal(jax.random.key(depth), (tokens, depth))
+    left = parts.router_scores(router, x)
+    np.testing.assert_allclose(summed(left), router(x), atol=1e-4, rtol=1e-5)
+    count = len(left.parts)
+    assert count == 1 or (count * num_experts <= 4096 and count * num_experts * tokens <= 1 << 18)
+
+
+def test_a_router_of_another_kind_is_left_whole() -> None:
+    x = jax.random.normal(jax.random.key(0), (4, 1024))
+    router = nnx.LoRALinear(1024, 32, lora_rank=4, rngs=nnx.Rngs(0))
+    assert len(parts.router_scores(nnx.Linear(1024, 32, rngs=nnx.Rngs(0)), x).parts) > 1
+    np.testing.assert_array_equal(parts.router_scores(router, x).parts[0], router(x))
+
+
+def split_heads(columns: Parts, scales: Any, places: Places, sizes: HeadSizes) -> Any:
     """What the kernel does to the columns; norm, rotation and pages are in other tests."""
-    heads = columns.sum(0).reshape(columns.shape[1], sizes.num_heads, sizes.head_dim)
+    heads = summed(columns).reshape(columns.parts.shape[1], sizes.num_heads, sizes.head_dim)
     return heads[:, : sizes.num_q_heads], places.key_pages, places.value_pages
+
+
+def with_random_biases(model: Decoder) -> Decoder:
+    """The same, with biases that make a difference."""
+    draw = iter(jax.random.split(jax.random.key(1), 100))
+    state = nnx.state(model, nnx.Param)
+
+    def drawn(path: Any, value: Any) -> Any:
+        is_bias = "bias" in str(path[-2:])
+        return jax.random.normal(next(draw), value.shape, value.dtype) if is_bias else value
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(drawn, state))
+    return model
 
 
 @pytest.mark.parametrize(
     ("changes", "sums", "columns"),
     [
         ({}, 4, 2),  # after attention and MLP of two layers
-        ({"qkv_bias": True, "qk_norm": False}, 4, 0),
-        ({"out_bias": True}, 2, 2),
+        ({"qkv_bias": True, "qk_norm": False}, 4, 2),
+        ({"out_bias": True}, 4, 2),
         ({"norm_placement": "both", "norm_plus_one": True}, 4, 2),
         ({"norm_placement": "after"}, 4, 2),
-        ({"mixture": Mixture(num_experts=4, experts_per_token=2, expert_size=32)}, 2, 2),
+        ({"mixture": Mixture(num_experts=16, experts_per_token=2, expert_size=32, bias=True)}, 4, 2),
+        ({"mixture": Mixture(num_experts=16, experts_per_token=2, expert_size=32, shared_size=32)}, 2, 2),
     ],
     ids=str,
 )
@@ -87,22 +124,29 @@ def test_a_decoder_gives_the_same_in_parts(
 ) -> None:
     calls = {"sums": 0, "columns": 0}
 
-    def counted_sums(x: Any, of_sum: Any, *rest: Any) -> Any:
+    def counted_sums(x: Any, update: Any, *rest: Any) -> Any:
         calls["sums"] += 1
-        assert of_sum.shape[0] == 2
-        assert of_sum.dtype == jnp.float32
-        return add_and_norm(x, of_sum.sum(0), *rest)
+        assert isinstance(update, Shares) or len(update.parts) == 2
+        assert jax.tree.leaves(update)[0].dtype == jnp.float32
+        return add_and_norm(x, summed(update), *rest)
 
     def counted_columns(given: Any, *rest: Any) -> Any:
-        calls["columns"] += len(given) == 2
+        calls["columns"] += len(given.parts) == 2
         return split_heads(given, *rest)
+
+    def choose_experts(scores: Any, dtype: Any, *, chosen: int, normalised: bool) -> Any:
+        assert normalised
+        greatest, expert = jax.lax.top_k(summed(scores), chosen)
+        return expert, jax.nn.softmax(greatest, axis=-1)
 
     monkeypatch.setattr(add_norm, "add_and_norm", counted_sums)
     monkeypatch.setattr(head_rows, "split_heads", counted_columns)
     monkeypatch.setattr(head_split, "serves", lambda *_: True)
     monkeypatch.setattr(parts, "number_of_parts", lambda *_: 2)
+    monkeypatch.setattr(expert_products, "_TILE_ROWS", 1)  # so that so few tokens have rows of their own
+    monkeypatch.setattr(choose, "choose", choose_experts)
     config = replace(CONFIG, **changes)
-    model = with_random_norms(Decoder(config, nnx.Rngs(0)))
+    model = with_random_biases(with_random_norms(Decoder(config, nnx.Rngs(0))))
     forest = Forest.from_nodes([-1] + [0] * 5, [30, *range(1, 6)], list(range(1, 6)))
     forest, _ = forest.reserve(PagePool.create(16, forest.used_pages), 1)
     plan = make_plan(forest, num_q_heads=2, num_kv_heads=1, head_dim=64)
@@ -111,6 +155,7 @@ def test_a_decoder_gives_the_same_in_parts(
 
     def decode(in_parts: bool) -> Any:
         monkeypatch.setattr(parts, "serves", lambda *_: in_parts)
+        monkeypatch.setattr(choose, "why_not", lambda *_: None if in_parts else "not now")
         step = jax.jit(lambda *rest: model.decode(np.arange(5)[:, None], *rest, implementation="xla"))
         return step(cache, forest.extend(), plan)[0]
 
