@@ -92,6 +92,15 @@ class Device:
         )
         self._carried = everywhere(self._model.mesh, carried)
 
+    @property
+    def saturated(self) -> int:
+        """Numbers that were too large for their scale since the pages were allocated; it waits for the last step."""
+        if self._is_in_doubt:
+            return 0
+        counts = [pages.quantisation.saturated for pages in self._pages if pages.quantisation is not None]
+        here = jax.device_get([shard.data for count in counts for shard in count.addressable_shards])
+        return sum(int(of_device.sum()) for of_device in here)
+
     def restart(self) -> None:
         """Nothing is known of the arrays: a step took them and gave none back, or it gave some back and then failed."""
         self.copies, self._is_in_doubt = self._intervals.no_copies, True

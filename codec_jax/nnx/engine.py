@@ -258,9 +258,10 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """What was done so far, and what there is now."""
-        reconstructed = self._device.copies.count
-        return count(self._scheduler, self._submitted, self._steps, self._generated, reconstructed)
+        """What was done so far, and what there is now; with pages of one byte it waits for the step in flight."""
+        device = self._device
+        of_device = device.copies.count, device.saturated
+        return count(self._scheduler, self._submitted, self._steps, self._generated, *of_device)
 
     def step(self) -> list[Request]:
         """Dispatch the next step, and take in the one before: return the requests of which something is new.

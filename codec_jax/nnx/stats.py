@@ -24,9 +24,12 @@ class Stats:
     free_pages: int
     cached_pages: int  # of prefixes that nobody reads now
     reconstructed_pages: int  # that have K and V beside their latents
+    saturated: int  # numbers that were too large for their scale, of pages of one byte that this process has
 
 
-def count(scheduler: Scheduler, submitted: int, steps: int, generated_tokens: int, reconstructed_pages: int) -> Stats:
+def count(
+    scheduler: Scheduler, submitted: int, steps: int, generated_tokens: int, reconstructed_pages: int, saturated: int
+) -> Stats:
     """Count what a scheduler has done and has now, beside what the engine says of itself."""
     waiting = sum(not request.finished for request in scheduler.queue)
     running = len(scheduler.inside)
@@ -44,4 +47,5 @@ def count(scheduler: Scheduler, submitted: int, steps: int, generated_tokens: in
         free_pages=scheduler.cache.pool.num_free,
         cached_pages=scheduler.cache.num_cached,
         reconstructed_pages=reconstructed_pages,
+        saturated=saturated,
     )

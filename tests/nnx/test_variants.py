@@ -155,6 +155,22 @@ def test_a_cache_of_one_byte_a_number_is_divided_among_devices_and_each_counts()
         assert counts.sum() == whole.quantisation.saturated.sum() > 0
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_an_engine_says_how_many_numbers_were_too_large(devices: int) -> None:
+    graph, weights = nnx.split(sharp(replace(CONFIG, kv_dtype=jnp.float8_e4m3fn)))
+    model = nnx.merge(graph, jax.tree.map(lambda x: 3000 * x if x.shape == (96,) else x, weights))
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), devices=jax.devices("cpu")[:4]) if devices == 4 else None
+    engine = make_engine(model, mesh=mesh, num_pages=96, max_requests=4, prefill_tokens=128)
+    assert engine.stats.saturated == 0
+    engine.submit(PROMPTS[0], greedy(1))
+    run(engine)
+    sampler = Sampler(model, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT)
+    stored = [pages.quantisation.saturated.sum() for pages in sampler.start(PROMPTS[:1]).cache]
+    assert engine.stats.saturated == sum(map(int, stored)) > 0
+    plain = make_engine(sharp(CONFIG), num_pages=96, max_requests=4, prefill_tokens=128)
+    assert plain.stats.saturated == 0
+
+
 def exact_experts(experts: Experts, x: np.ndarray) -> np.ndarray:
     """Token by token in float64."""
 
