@@ -58,6 +58,23 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(co
     assert f"--json: expected {expected}, got {path!r}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("attention", "--page-size"), ("crossover", "--own"), ("decoding", "--documents"), ("latent", "--q-heads"),
+        ("scores", "--repeats"), ("serving", "--steps"), ("vllm_decoding", "--requests"), ("your_gpu", "--head-dim"),
+    ],
+)  # fmt: skip
+def test_numbers_of_things_are_positive(name, option, monkeypatch, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    for text in ("0", "-1", "1.5"):
+        monkeypatch.setattr(sys, "argv", [name, f"{option}={text}"])
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+        assert ended.value.code == 2
+        assert f"{option}: expected a positive whole number, got {text!r}" in capsys.readouterr().err
+
+
 def test_a_process_for_ncu_is_no_command():
     ended = run("benchmarks.counters")
     assert ended.returncode == 1
