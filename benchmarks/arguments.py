@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.drafts import draft_of
 
 
-def count(text: str) -> int:
+def how_many(text: str) -> int:
     """Read how many there are to be, as `count_parser` of codec_jax.command_line does, which needs JAX."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")

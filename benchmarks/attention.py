@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from benchmarks.arguments import count
+from benchmarks.arguments import how_many
 from benchmarks.ceilings import Ceilings, ceilings
 from benchmarks.inputs import (
     Case,
@@ -51,8 +51,8 @@ def main() -> None:
     parser = command(__doc__, resumes=True)
     add_arguments(parser)
     parser.add_argument("--heads", default="32/8", help="q heads / kv heads")
-    parser.add_argument("--head-dim", type=count, default=128)
-    parser.add_argument("--page-size", type=count, default=16)
+    parser.add_argument("--head-dim", type=how_many, default=128)
+    parser.add_argument("--page-size", type=how_many, default=16)
     parser.add_argument("--quick", action="store_true", help="the probes only")
     parser.add_argument("--shapes", action="store_true", help="other shapes only: many small nodes, one request")
     arguments = parse(parser)
@@ -64,7 +64,7 @@ def main() -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every command takes that measures cases with `run`."""
     parser.add_argument("--implementation", default="mosaic")
-    parser.add_argument("--repeats", type=count, default=15)
+    parser.add_argument("--repeats", type=how_many, default=15)
     parser.add_argument("--peers", action="store_true", help="FlashInfer too; it compiles kernels for minutes at first")
     parser.add_argument("--others", action="store_true", help="FlashAttention-3 and PyTorch's FlexAttention too")
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from benchmarks.arguments import count
+from benchmarks.arguments import how_many
 from benchmarks.attention import measure, measure_all
 from benchmarks.inputs import Case, Layout
 from benchmarks.report import conclude
@@ -27,10 +27,10 @@ PREFIXES, BATCHES, GROUPS, OWN = (0, 512, 2048, 8192, 32_768), (1, 2, 4, 8, 16, 
 def main() -> None:
     """Measure a grid."""
     parser = command(__doc__, resumes=True)
-    parser.add_argument("--group", type=count, nargs="+", default=GROUPS, help="q heads per kv head, of 32 q heads")
-    parser.add_argument("--own", type=count, nargs="+", default=OWN, help="tokens of each request's own")
+    parser.add_argument("--group", type=how_many, nargs="+", default=GROUPS, help="q heads per kv head, of 32 q heads")
+    parser.add_argument("--own", type=how_many, nargs="+", default=OWN, help="tokens of each request's own")
     parser.add_argument("--peers", action="store_true", help="FlashInfer decode too")
-    parser.add_argument("--repeats", type=count, default=15)
+    parser.add_argument("--repeats", type=how_many, default=15)
     parser.set_defaults(implementation=None)  # what a call takes by itself
     arguments = parse(parser)
     measure_one = partial(measure, implementation=arguments.implementation, repeats=arguments.repeats, unshared=True)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from benchmarks.arguments import count
+from benchmarks.arguments import how_many
 from benchmarks.decode_floor import floors
 from benchmarks.decode_step import STEPS, VARIANTS, SharedDocument, Step, layout_of
 from benchmarks.report import conclude
@@ -42,8 +42,10 @@ def main() -> None:
     """Measure and write the rows."""
     parser = command(__doc__)
     parser.add_argument("--model", choices=PUBLISHED, default="qwen3-4b")
-    parser.add_argument("--documents", type=count, nargs="+", default=DOCUMENTS, help="tokens that all requests share")
-    parser.add_argument("--requests", type=count, nargs="+", default=REQUESTS)
+    parser.add_argument(
+        "--documents", type=how_many, nargs="+", default=DOCUMENTS, help="tokens that all requests share"
+    )
+    parser.add_argument("--requests", type=how_many, nargs="+", default=REQUESTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     arguments = parse(parser)
     cases = [SharedDocument(*each) for each in product(arguments.documents, arguments.requests)]

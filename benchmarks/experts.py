@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
+from benchmarks.arguments import how_many
 from benchmarks.ceilings import ceilings
 from benchmarks.report import conclude
 from benchmarks.rows import attempt, collect, provenance
@@ -39,7 +40,7 @@ def main() -> None:
     """Measure every number of tokens."""
     parser = command(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="+", type=how_many, default=list(TOKENS))
     arguments = parse(parser)
     sizes = ((name, PUBLISHED[name]) for name in arguments.models)
     rows = collect((row for each in sizes for row in measure_all(*each, arguments.tokens)), arguments.json)

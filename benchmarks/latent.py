@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from benchmarks.arguments import count
+from benchmarks.arguments import how_many
 from benchmarks.attention import bounds
 from benchmarks.ceilings import ceilings
 from benchmarks.inputs import MIN_BLOCKS, Inputs, Layout, check, make_inputs, reference
@@ -54,10 +54,10 @@ _Q_HEADS = (16, 64, 128)
 def main() -> None:
     """Measure roots of several lengths under several requests, and no sharing."""
     parser = command(__doc__)
-    parser.add_argument("--q-heads", nargs="+", type=count, default=list(_Q_HEADS))
-    parser.add_argument("--page-size", type=count, default=64)
+    parser.add_argument("--q-heads", nargs="+", type=how_many, default=list(_Q_HEADS))
+    parser.add_argument("--page-size", type=how_many, default=64)
     parser.add_argument("--implementation", default="mosaic")
-    parser.add_argument("--repeats", type=count, default=15)
+    parser.add_argument("--repeats", type=how_many, default=15)
     parser.add_argument("--quick", action="store_true", help="four forests only")
     parser.add_argument("--float8", action="store_true", help="latents of one byte a number, and no other form")
     parser.add_argument("--peers", action="store_true", help="FlashInfer's MLA too; it compiles kernels at first")

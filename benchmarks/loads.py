@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.arguments import count, speed
+from benchmarks.arguments import how_many, speed
 from benchmarks.offered import TRACE, Offered, questions, rollouts, trace
 
 WORKLOADS = ("trace", "rollouts", "questions")
@@ -26,16 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says which load it is."""
     parser.add_argument("--workload", choices=WORKLOADS, default="trace")
     parser.add_argument("--trace", type=Path, default=TRACE, help="a file in Mooncake's format")
-    parser.add_argument("--requests", type=count, default=1000, help="of the trace, from its beginning")
+    parser.add_argument("--requests", type=how_many, default=1000, help="of the trace, from its beginning")
     parser.add_argument("--speed", type=speed, default=20.0, help="of the trace's clock; inf: all at once")
-    parser.add_argument("--prompts", type=count, default=64, help="of rollouts")
-    parser.add_argument("--samples", type=count, default=16, help="of each prompt")
-    parser.add_argument("--prompt-tokens", type=count, nargs="+", default=[1024, 8192, 32_768], help="a case each")
-    parser.add_argument("--questions", type=count, default=256)
-    parser.add_argument("--question-tokens", type=count, default=64)
-    parser.add_argument("--documents", type=count, default=4, help="that the questions are about")
-    parser.add_argument("--document-tokens", type=count, default=32_768)
-    parser.add_argument("--new-tokens", type=count, help="of each sample (default: 512) or answer (default: 128)")
+    parser.add_argument("--prompts", type=how_many, default=64, help="of rollouts")
+    parser.add_argument("--samples", type=how_many, default=16, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=how_many, nargs="+", default=[1024, 8192, 32_768], help="a case each")
+    parser.add_argument("--questions", type=how_many, default=256)
+    parser.add_argument("--question-tokens", type=how_many, default=64)
+    parser.add_argument("--documents", type=how_many, default=4, help="that the questions are about")
+    parser.add_argument("--document-tokens", type=how_many, default=32_768)
+    parser.add_argument("--new-tokens", type=how_many, help="of each sample (default: 512) or answer (default: 128)")
 
 
 def parse_load(parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -28,6 +28,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 from tqdm import tqdm
 
+from benchmarks.arguments import how_many
 from benchmarks.decode_step import (
     SharedDocument,
     free_bytes,
@@ -82,12 +83,18 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="write what the model says of published models")
     parser.add_argument("--model", choices=PLAIN_MODELS, default="qwen3-4b")
     parser.add_argument(
-        "--documents", type=int, nargs="*", default=DOCUMENTS, help="tokens that all requests share; none: no steps"
+        "--documents",
+        type=how_many,
+        nargs="*",
+        default=DOCUMENTS,
+        help="tokens that all requests share; none: no steps",
     )
-    parser.add_argument("--roots", type=int, nargs="*", default=ROOTS, help="the same, for attention alone")
-    parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
-    parser.add_argument("--layers", type=int, help="how many to keep; all that fit by default")
-    parser.add_argument("--gpus", type=int, nargs="+", help="of a mesh; by default all numbers that divide those here")
+    parser.add_argument("--roots", type=how_many, nargs="*", default=ROOTS, help="the same, for attention alone")
+    parser.add_argument("--requests", type=how_many, nargs="+", default=REQUESTS)
+    parser.add_argument("--layers", type=how_many, help="how many to keep; all that fit by default")
+    parser.add_argument(
+        "--gpus", type=how_many, nargs="+", help="of a mesh; by default all numbers that divide those here"
+    )
     parser.add_argument("--data", action="store_true", help="as many meshes at once as there are GPUs for")
     parser.add_argument("--no-exchanges", action="store_true", help="steps and attention only")
     if parser.parse_args().predict:

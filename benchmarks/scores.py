@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from benchmarks.arguments import count
+from benchmarks.arguments import how_many
 from benchmarks.attention import bounds
 from benchmarks.ceilings import ceilings
 from benchmarks.inputs import MIN_BLOCKS, MIN_CONTEXT, Inputs, Layout, Variant, check, make_inputs, padded_slots
@@ -50,9 +50,9 @@ def main() -> None:
     parser = command(__doc__, resumes=True)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--heads", default="32/8", help="q heads / kv heads")
-    parser.add_argument("--head-dim", type=count, default=128)
+    parser.add_argument("--head-dim", type=how_many, default=128)
     parser.add_argument("--implementation", default="mosaic")
-    parser.add_argument("--repeats", type=count, default=15)
+    parser.add_argument("--repeats", type=how_many, default=15)
     parser.add_argument("--quick", action="store_true", help="the probes only")
     parser.add_argument("--peers", action="store_true", help="FlashInfer, too; it compiles kernels at first")
     arguments = parse(parser)

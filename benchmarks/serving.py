@@ -27,7 +27,7 @@ from unittest.mock import patch
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from benchmarks.arguments import count
+from benchmarks.arguments import how_many
 from benchmarks.churn import TINY
 from benchmarks.decode_step import layout_of
 from benchmarks.loads import Case, add_arguments, cases, parse_load
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--tiny", action="store_true", help="a tiny model on any device; choose a small load, too")
     for name, size in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=size, help="of the engine")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=how_many, default=size, help="of the engine")
     return parser
 
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.arguments import count
+from benchmarks.arguments import how_many
 from benchmarks.drafts import draft_of, write_rows
 from benchmarks.step_parts import parts_of
 from benchmarks.vllm_engine import parser_of, provenance, start, vocab_size
@@ -40,8 +40,8 @@ _ids = itertools.count()
 def main() -> None:
     """Measure and write the rows."""
     parser = parser_of(__doc__)
-    parser.add_argument("--documents", type=count, nargs="+", default=[1024, 32_768, 120_000])
-    parser.add_argument("--requests", type=count, nargs="+", default=[16, 64])
+    parser.add_argument("--documents", type=how_many, nargs="+", default=[1024, 32_768, 120_000])
+    parser.add_argument("--requests", type=how_many, nargs="+", default=[16, 64])
     parser.add_argument("--cascade", action="store_true", help="attend to what all requests share once")
     parser.add_argument("--profile", action="store_true", help="kernels, too, in one process")
     arguments = parser.parse_args()

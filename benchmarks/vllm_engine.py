@@ -12,7 +12,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import count, rows_file
+from benchmarks.arguments import how_many, rows_file
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -20,8 +20,8 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=doc)
     parser.add_argument("--json", type=rows_file, required=True, help="file for the rows")
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
-    parser.add_argument("--max-requests", type=count, default=64)
-    parser.add_argument("--prefill-tokens", type=count, default=8192, help="tokens of a batch")
+    parser.add_argument("--max-requests", type=how_many, default=64)
+    parser.add_argument("--prefill-tokens", type=how_many, default=8192, help="tokens of a batch")
     return parser
 
 

@@ -17,7 +17,7 @@ import jax
 from tqdm import tqdm
 
 from benchmarks import tables
-from benchmarks.arguments import count
+from benchmarks.arguments import how_many
 from benchmarks.attention import bounds, measure_ours
 from benchmarks.ceilings import READ_BYTES, SIZE, Ceilings
 from benchmarks.ceilings import measure as measure_ceilings
@@ -35,7 +35,7 @@ def main() -> None:
     """Measure and write the rows."""
     parser = command(__doc__)
     parser.add_argument("--heads", default="32/8", help="q heads / kv heads")
-    parser.add_argument("--head-dim", type=count, default=128)
+    parser.add_argument("--head-dim", type=how_many, default=128)
     arguments = parse(parser)
     layout = Layout(*map(int, arguments.heads.split("/")), arguments.head_dim)
     rows = collect(measure_all(PROBE, layout), arguments.json)

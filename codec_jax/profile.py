@@ -27,6 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from codec_jax.attention import forest_attention
+from codec_jax.command_line import count_parser
 from codec_jax.forest import Forest
 from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
 from codec_jax.planning.cost import CostModel, HeadLayout, file_name, user_folder
@@ -84,8 +85,8 @@ def main() -> None:
         prog="codec-jax profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--heads", type=_heads, default="32/8", help="q heads / kv heads (default: 32/8)")
-    parser.add_argument("--head-dim", type=int, default=128, help="numbers of a head (default: 128)")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
+    parser.add_argument("--head-dim", type=count_parser(), default=128, help="numbers of a head (default: 128)")
+    parser.add_argument("--page-size", type=count_parser(), default=16, help="tokens of a page (default: 16)")
     parser.add_argument("--json", type=Path, help="write the table there too")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":

@@ -398,7 +398,7 @@ _STATS = (
     ("free_pages", "free_pages", "gauge", "KV pages that hold nothing"),
     ("cached_pages", "cached_pages", "gauge", "KV pages that no running request reads"),
     ("reconstructed_pages", "reconstructed_pages", "gauge", "Pages of latents with K and V beside them"),
-    ("saturated", "saturated_total", "counter", "Numbers too large for the scale of their page of one byte"),
+    ("saturated", "saturated_total", "counter", "Numbers too large for their scale, of pages of one byte"),
 )
 
 

@@ -7,6 +7,7 @@ and size of their plan.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -77,12 +78,14 @@ class Device:
         # Megabytes, which are the same for all rows without matchers.
         no_words = np.zeros((self._rows, num_words(model.config.vocab_size)), np.uint32)
         self._nothing_allowed = everywhere(model.mesh, no_words)
+        self._saturated = 0
         self._allocate()
         self._is_in_doubt = False
 
     def _allocate(self) -> None:
         sizes = self._num_pages, self._page_size, self._reconstructed_pages, self._windowed_pages
         self._pages = new_pages(self._config, self._model.mesh, *sizes)
+        self._saturated_before = self._saturated
         self.copies = self._intervals.no_copies  # K and V that are kept beside latents
         carried = Carried(
             token=jnp.zeros(self._rows, jnp.int32),
@@ -94,12 +97,15 @@ class Device:
 
     @property
     def saturated(self) -> int:
-        """Numbers that were too large for their scale since the pages were allocated; it waits for the last step."""
-        if self._is_in_doubt:
-            return 0
+        """Numbers that were too large for their scale, as far as is known; it waits for the step in flight."""
         counts = [pages.quantisation.saturated for pages in self._pages if pages.quantisation is not None]
-        here = jax.device_get([shard.data for count in counts for shard in count.addressable_shards])
-        return sum(int(of_device.sum()) for of_device in here)
+        if not self._is_in_doubt:
+            with suppress(
+                Exception
+            ):  # that of a step which failed, or that its arrays are deleted: the next one says it
+                here = jax.device_get([shard.data for count in counts for shard in count.addressable_shards])
+                self._saturated = self._saturated_before + sum(int(of_device.sum()) for of_device in here)
+        return self._saturated
 
     def restart(self) -> None:
         """Nothing is known of the arrays: a step took them and gave none back, or it gave some back and then failed."""

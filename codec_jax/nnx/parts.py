@@ -98,13 +98,13 @@ def router_scores(router: nnx.Linear, rows: Float[Array, "tokens D"]) -> Parts:
       router: the product.
       rows: tokens.
     """
+    if type(router) is not nnx.Linear:
+        return Parts(router(rows)[None])
     depth, num_experts = router.kernel[...].shape
     count = min(depth // _ROUTER_DEPTH, _ROUTER_NUMBERS // num_experts, _ROUTER_ALL // (num_experts * len(rows)))
     while count > 1 and depth % count:
         count -= 1
-    if type(router) is not nnx.Linear or count < 2:
-        return Parts(router(rows)[None])
-    return _in_parts(router, rows, count)
+    return _in_parts(router, rows, count) if count > 1 else Parts(router(rows)[None])
 
 
 def _in_parts(linear: nnx.Linear, x: Float[Array, "*rows depth"], count: int) -> Parts:

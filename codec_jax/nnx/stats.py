@@ -24,7 +24,7 @@ class Stats:
     free_pages: int
     cached_pages: int  # of prefixes that nobody reads now
     reconstructed_pages: int  # that have K and V beside their latents
-    saturated: int  # numbers that were too large for their scale, of pages of one byte that this process has
+    saturated: int  # numbers that were too large for their scale, of pages of one byte here; each copy of one counts
 
 
 def count(

@@ -22,7 +22,7 @@ _MOST_BYTES = 4 << 20
 _MOST_BLOCKS = 1024
 #: The same where one has a row: two of them run on a multiprocessor at once, as threads have up to 255 registers.
 _MOST_ROWS = 2 * 132
-#: The same for heads, times the numbers of one: threads of larger heads have more registers, up to 72 of heads of 128.
+#: The same for heads, times the numbers of one: threads of larger heads have more registers, 70 to 84 of heads of 128.
 _MOST_OF_HEADS = 896 * 128
 #: Words of a row that fit the registers of a thread.
 _MOST_WORDS = 32

@@ -168,7 +168,7 @@ def _addends(update: Parts | Shares, row: jax.Array, pieces: tuple[Piece, ...]) 
     of_each = zip(loaded, places, shares, strict=True)
     return [
         [
-            jnp.where(piece.filled(place < made.shape[0]), numbers.astype(jnp.float32) * share, 0.0)
+            jnp.where(piece.filled(place < made.shape[0]), numbers.astype(jnp.float32), 0.0) * share
             for piece, numbers in zip(pieces, each, strict=True)
         ]
         for each, place, share in of_each

@@ -62,7 +62,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(co
     ("name", "option"),
     [
         ("attention", "--page-size"), ("crossover", "--own"), ("decoding", "--documents"), ("latent", "--q-heads"),
-        ("scores", "--repeats"), ("serving", "--steps"), ("vllm_decoding", "--requests"), ("your_gpu", "--head-dim"),
+        ("scaling", "--gpus"), ("experts", "--tokens"), ("scores", "--repeats"),
+        ("serving", "--steps"), ("vllm_decoding", "--requests"), ("your_gpu", "--head-dim"),
     ],
 )  # fmt: skip
 def test_numbers_of_things_are_positive(name, option, monkeypatch, capsys):

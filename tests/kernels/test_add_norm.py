@@ -40,10 +40,11 @@ def random_shares(rng: np.random.Generator, of_sum: np.ndarray, dtype: Any) -> S
     """The parts as rows in any order; some experts are elsewhere, and rows that nobody has are not numbers."""
     parts, rows, width = of_sum.shape
     order = rng.permutation(parts * rows + 3)
-    made = np.full((len(order), width), np.nan)
+    made = np.full((len(order) + 1, width), np.nan)  # the last one is nobody's
     place = order[: parts * rows].reshape(rows, parts).astype(np.int32)
     made[place] = of_sum.swapaxes(0, 1)
     elsewhere = rng.random(place.shape) < 0.2
+    elsewhere[-1, -1] = True
     made[place[elsewhere]] = np.nan
     place[elsewhere] = len(made)
     return Shares(jnp.asarray(made, dtype), jnp.asarray(place), jnp.asarray(rng.random(place.shape), jnp.float32))
@@ -73,6 +74,19 @@ def test_interpreted_sums_and_norms_equal_float64(
     call = random_call(3, width, parts, placement, kind=kind)
     check_call(*call, norm)
     add_and_norm.clear_cache()
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of JAX 0.10 knows no layouts")
+def test_shares_that_are_no_numbers_are_seen_wherever_the_expert_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that gives NaN chooses experts that are nowhere, and nothing may look as if all were well."""
+    monkeypatch.setattr(pl, "kernel", partial(pl.kernel, interpret=plgpu.InterpretGPUParams()))
+    add_and_norm.clear_cache()
+    x, shares, factors = random_call(3, 128, 2, "before", kind="experts")
+    shares = shares._replace(place=shares.place.at[1].set(len(shares.made)), share=shares.share.at[1].set(jnp.nan))
+    total, _ = add_and_norm(x, shares, factors, PLAIN)
+    add_and_norm.clear_cache()
+    assert np.isnan(np.asarray(total, np.float32)).any(axis=1).tolist() == [False, True, False]
+    assert jnp.isnan(total[1]).all()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

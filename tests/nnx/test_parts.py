@@ -82,9 +82,13 @@ def test_scores_of_a_router_are_in_parts_that_registers_have_room_for(
 
 def test_a_router_of_another_kind_is_left_whole() -> None:
     x = jax.random.normal(jax.random.key(0), (4, 1024))
-    router = nnx.LoRALinear(1024, 32, lora_rank=4, rngs=nnx.Rngs(0))
-    assert len(parts.router_scores(nnx.Linear(1024, 32, rngs=nnx.Rngs(0)), x).parts) > 1
-    np.testing.assert_array_equal(parts.router_scores(router, x).parts[0], router(x))
+    plain = nnx.Linear(1024, 32, rngs=nnx.Rngs(0))
+    assert len(parts.router_scores(plain, x).parts) > 1
+    for router in (
+        nnx.LoRALinear(1024, 32, lora_rank=4, rngs=nnx.Rngs(0)),
+        nnx.LoRA(1024, 4, 32, base_module=plain, rngs=nnx.Rngs(0)),
+    ):
+        np.testing.assert_array_equal(parts.router_scores(router, x).parts[0], router(x))
 
 
 def split_heads(columns: Parts, scales: Any, places: Places, sizes: HeadSizes) -> Any:

@@ -155,6 +155,17 @@ def test_a_cache_of_one_byte_a_number_is_divided_among_devices_and_each_counts()
         assert counts.sum() == whole.quantisation.saturated.sum() > 0
 
 
+def fails(device: Any) -> Any:
+    """A step that ends with an error, and without the arrays that it was given."""
+
+    def run(*_: Any) -> None:
+        for array in jax.tree.leaves(device._pages):
+            array.delete()
+        raise RuntimeError("on purpose")
+
+    return run
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 def test_an_engine_says_how_many_numbers_were_too_large(devices: int) -> None:
     graph, weights = nnx.split(sharp(replace(CONFIG, kv_dtype=jnp.float8_e4m3fn)))
@@ -166,7 +177,17 @@ def test_an_engine_says_how_many_numbers_were_too_large(devices: int) -> None:
     run(engine)
     sampler = Sampler(model, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT)
     stored = [pages.quantisation.saturated.sum() for pages in sampler.start(PROMPTS[:1]).cache]
-    assert engine.stats.saturated == sum(map(int, stored)) > 0
+    count = sum(map(int, stored))
+    assert engine.stats.saturated == count > 0
+    # A step fails, and takes the arrays with it: what was counted is not forgotten, and the prompt is computed again.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._device, "_run", fails(engine._device))
+        engine.submit(PROMPTS[0], greedy(1))
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.step()
+    assert engine.stats.saturated == count
+    run(engine)
+    assert engine.stats.saturated == 2 * count
     plain = make_engine(sharp(CONFIG), num_pages=96, max_requests=4, prefill_tokens=128)
     assert plain.stats.saturated == 0
 
