@@ -69,6 +69,19 @@ def with_random_norms(model: Decoder) -> Decoder:
     return model
 
 
+def with_random_biases(model: Decoder) -> Decoder:
+    """The same, with biases that make a difference."""
+    draw = iter(jax.random.split(jax.random.key(1), 100))
+    state = nnx.state(model, nnx.Param)
+
+    def drawn(path: Any, value: Any) -> Any:
+        is_bias = "bias" in str(path[-2:])
+        return jax.random.normal(next(draw), value.shape, value.dtype) if is_bias else value
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(drawn, state))
+    return model
+
+
 def check(made: Any, x: Any, parts: Any, factors: Factors, norm: Norm, sent: bool = False) -> None:
     """Hold both results to float64; the norm is that of the rounded sum, as the next layer's hidden states are.
 

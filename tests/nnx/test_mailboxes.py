@@ -18,18 +18,29 @@ from cases import CONTEXT, PROMPTS, VOCAB, Dense, assert_logits_follow, numbered
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh
-from norm_calls import add_and_norm, summed, with_random_norms
+from norm_calls import add_and_norm, summed, with_random_biases, with_random_norms
 from test_head_split import split_heads
 
 from codec_jax.attention import backends
 from codec_jax.attention.exchange import merge_heads
 from codec_jax.attention.xla import XLA
-from codec_jax.nnx import Decoder, DecoderConfig, PlacedDecoder, Sampler, head_split, mailboxes, parallel, parts
+from codec_jax.nnx import (
+    Decoder,
+    DecoderConfig,
+    Mixture,
+    PlacedDecoder,
+    Sampler,
+    expert_products,
+    head_split,
+    mailboxes,
+    parallel,
+    parts,
+)
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.mailboxes import Mailbox
 from codec_jax.nnx.parallel import Parallel
 from codec_jax.nnx.params import SamplingParams
-from pallas_kernels.addends import Parts
+from pallas_kernels.addends import Parts, Shares
 from pallas_kernels.between_devices.sizes import Sizes, of_arrays, of_columns, of_heads, of_merges, of_rows
 from pallas_kernels.hopper import head_rows
 from pallas_kernels.hopper.head_rows import HeadSizes, Norm, Places
@@ -150,6 +161,33 @@ def test_norms_on_the_way_out_of_a_layer_come_between_the_sum_and_the_hidden_sta
     sampler = Sampler(placed, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=2)
     check_two_tokens(sampler, counts, whole)
     assert counts == Counter({"sums with norms": 2 * CONFIG.num_layers})
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_what_experts_made_and_biases_are_exchanged_once(
+    context: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailboxes, "of_rows", of_arrays)
+    monkeypatch.setattr(parts, "number_of_parts", lambda *_: 2)
+    monkeypatch.setattr(expert_products, "_TILE_ROWS", 1)  # so that so few tokens have rows of their own
+    given, add_up_and_norm = [], Collectives.add_up_and_norm
+
+    def noted(self: Collectives, x: Any, update: Any, *rest: Any) -> Any:
+        given.append(
+            "experts" if isinstance(update, Shares) else "parts with a bias" if update.bias is not None else ""
+        )
+        return add_up_and_norm(self, x, update, *rest)
+
+    monkeypatch.setattr(Collectives, "add_up_and_norm", noted)
+    mixture = Mixture(num_experts=32, experts_per_token=2, expert_size=32, bias=True)
+    config = replace(CONFIG, mixture=mixture, qkv_bias=True, out_bias=True)
+    whole = Dense(with_random_biases(Decoder(config, nnx.Rngs(2))))
+    placed = PlacedDecoder.of(whole.model, mesh_of(context, 2))
+    sampler = Sampler(placed, max_requests=4, num_pages=64, page_size=8, max_context=CONTEXT, steps=2)
+    given.clear()
+    check_two_tokens(sampler, counts, whole)
+    assert counts["sums with norms"] == 2 * CONFIG.num_layers
+    assert given[-2 * CONFIG.num_layers :] == ["parts with a bias", "experts"] * CONFIG.num_layers
 
 
 @pytest.mark.parametrize(("tensor", "parts_of_each"), [(1, 1), (1, 2), (2, 2)])

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_calls import add_and_norm, summed, with_random_norms
+from norm_calls import add_and_norm, summed, with_random_biases, with_random_norms
 
 from codec_jax import Forest, PagePool, make_plan
 from codec_jax.nnx import Decoder, DecoderConfig, expert_products, head_split, parts
@@ -95,19 +95,6 @@ def split_heads(columns: Parts, scales: Any, places: Places, sizes: HeadSizes) -
     """What the kernel does to the columns; norm, rotation and pages are in other tests."""
     heads = summed(columns).reshape(columns.parts.shape[1], sizes.num_heads, sizes.head_dim)
     return heads[:, : sizes.num_q_heads], places.key_pages, places.value_pages
-
-
-def with_random_biases(model: Decoder) -> Decoder:
-    """The same, with biases that make a difference."""
-    draw = iter(jax.random.split(jax.random.key(1), 100))
-    state = nnx.state(model, nnx.Param)
-
-    def drawn(path: Any, value: Any) -> Any:
-        is_bias = "bias" in str(path[-2:])
-        return jax.random.normal(next(draw), value.shape, value.dtype) if is_bias else value
-
-    nnx.update(model, jax.tree_util.tree_map_with_path(drawn, state))
-    return model
 
 
 @pytest.mark.parametrize(
