@@ -110,7 +110,7 @@ def main() -> None:
         common = {"model": arguments.model, "layers": config.num_layers} | conditions(layout_of(config))
         count = len(jax.devices())
         sizes = arguments.gpus or [size for size in range(1, count + 1) if count % size == 0]
-        if unfit := [size for size in sizes if size < 1 or count % size]:
+        if unfit := [size for size in sizes if count % size]:
             parser.error(f"--gpus: expected numbers that divide the {count} GPUs here, got {unfit}")
         meshes = [group for size in sizes for group in groups(config, size)]
         exchanged = [] if arguments.no_exchanges else cases

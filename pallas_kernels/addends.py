@@ -22,4 +22,4 @@ class Shares(NamedTuple):
 
     made: Float[Array, "R N"]  # those that no token has may be anything
     place: Int[Array, "rows chosen"]  # the rows of a token; R for one that is on another device
-    share: Float[Array, "rows chosen"]  # of each in the sum, float32; 0 times it of one on another device
+    share: Float[Array, "rows chosen"]  # of each in the sum, float32; NaN shows whether its row is here or not

@@ -259,8 +259,7 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """What was done so far, and what there is now; with pages of one byte it waits for the step in flight."""
-        device = self._device
-        of_device = device.copies.count, device.saturated
+        of_device = self._device.copies.count, self._device.saturated
         return count(self._scheduler, self._submitted, self._steps, self._generated, *of_device)
 
     def step(self) -> list[Request]:

@@ -75,10 +75,10 @@ class Experts(nnx.Module):
             _, expert = lax.top_k(liked, mixture.experts_per_token)
             share = jnp.take_along_axis(shares, expert, axis=-1)
         else:
-            asked, is_of_all = (mixture.num_experts, self.config.dtype), mixture.groups == mixture.groups_per_token
-            if has_kernels and is_of_all and choose.why_not(*asked, jax.devices()[0]) is None:
+            dtype, is_of_all = self.config.dtype, mixture.groups == mixture.groups_per_token
+            if has_kernels and is_of_all and choose.why_not(mixture.num_experts, dtype, jax.devices()[0]) is None:
                 options = {"chosen": mixture.experts_per_token, "normalised": mixture.normalised}
-                expert, share = choose.choose(router_scores(self.router, rows), self.config.dtype, **options)
+                expert, share = choose.choose(router_scores(self.router, rows), dtype, **options)
                 return Chosen(expert, share * mixture.weight_scale)
             shares = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
             share, expert = lax.top_k(self._in_best_groups(shares), mixture.experts_per_token)

@@ -60,11 +60,10 @@ def choose(
     parts, bias = jax.tree.map(unvaried, scores)
     tokens = parts.shape[1]
     padded = jnp.pad(parts, ((0, 0), (0, max(_TOKENS - tokens, 0)), (0, 0)))
-    shape, given = (padded.shape[1], chosen), [padded] if bias is None else [padded, bias]
+    shape, given = (padded.shape[1], chosen), jax.tree.leaves(Parts(padded, bias))
 
     def choose_experts(*refs: Any) -> None:  # the name that profilers show
-        bias = None if scores.bias is None else refs[1]
-        _choose(Parts(refs[0], bias), *refs[len(given) :], dtype=dtype, normalised=normalised)
+        _choose(Parts(*refs[: len(given)]), *refs[len(given) :], dtype=dtype, normalised=normalised)
 
     kernel = plgpu.kernel(
         choose_experts,
