@@ -70,7 +70,6 @@ class Call(NamedTuple):
     key_pages: Float[jax.Array, "num_pages page_tokens K H"]
     value_pages: Float[jax.Array, "num_pages page_tokens K V"] | None  # None: the first V numbers of the keys
     query_position: Int[jax.Array, "B T"]
-    first_position: Int[jax.Array, "B T"] | None  # that a query token sees; None for a plan without a window
     forest: ForestArrays
     plan: PlanArrays
     guard: PlanGuard

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import plan_guard, query_rows
+from pallas_kernels import plan_guard
 from pallas_kernels.family import Call
-from pallas_kernels.heads import Scores
+from pallas_kernels.heads import Scores, Window
 from pallas_kernels.packing import TILE_ROWS, Packing
 
 
@@ -27,7 +27,7 @@ class PacSizes:
     cap_factor: float | None  # from products to what tanh caps; None without a cap
     factor: float  # from scores, or from what tanh gives, to units of log2
     causal: bool
-    windowed: bool
+    window: Window | None
     invariant: bool  # whether blocks with a mask and without one must give a row the same bits
     token_planes: tuple[str, ...]  # what is given of each token, not of each page: readers, and positions with a window
     query_dtype: Any
@@ -49,7 +49,7 @@ class PacSizes:
             cap_factor=scores.cap_factor,
             factor=scores.log2_factor,
             causal=tokens > 1 and call.readers_of_tokens is None,
-            windowed=call.first_position is not None,
+            window=plan.window,
             invariant=plan.invariant,
             token_planes=tuple(name for name in planes if getattr(call, name) is not None),
             query_dtype=call.query.dtype,
@@ -64,7 +64,7 @@ class PacSizes:
     @property
     def has_positions(self) -> bool:
         """Whether masks compare the positions of tokens with those of query tokens."""
-        return self.causal or self.windowed
+        return self.causal or self.window is not None
 
     @property
     def block(self) -> int:
@@ -73,7 +73,7 @@ class PacSizes:
 
 
 def inputs_of(call: Call, sizes: PacSizes) -> dict[str, jax.Array]:
-    """Return the small arrays that PAC reads, but for the planes of each token."""
+    """Return the small arrays that PAC reads, but for what masks compare with each token."""
     plan, forest, guard = call.plan, call.forest, call.guard
     inputs = {
         "request_of_row": forest.request_of_row,
@@ -90,10 +90,6 @@ def inputs_of(call: Call, sizes: PacSizes) -> dict[str, jax.Array]:
     }
     if sizes.has_positions and not sizes.token_planes:
         inputs["node_start"] = forest.start
-    bounds = {"query_position": call.query_position} if sizes.causal else {}
-    bounds |= {} if call.first_position is None else {"first_position": call.first_position}
-    for name, position in bounds.items():  # [tiles x tile_rows + 64] each
-        inputs[name] = jnp.pad(query_rows.by_row(position, call).reshape(-1), (0, TILE_ROWS))
     return inputs
 
 

@@ -96,6 +96,7 @@ class ForestArrays(NamedTuple):
     start: Int[Any, " nodes"]
     row_of_request: Int[Any, " B"]
     request_of_row: Int[Any, " B"]
+    leaf: Int[Any, " B"]  # of each request; negative for a free slot
     structure_hash: Int[Any, ""]
 
 

@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from simulator import any_above, fold_columns
+from simulator import any_above, fold_columns, gather
 
 from pallas_kernels import by_thread, by_warp
 from pallas_kernels.ampere import instructions, pac, pac_compute, pac_load, products
@@ -67,12 +67,6 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     for module in (pac_load, pac_compute):
         monkeypatch.setattr(module, "copy_block", copy_out_of_sight)
     monkeypatch.setattr(pac_compute, "wait_for_block", wait_for_block)
-
-
-def gather(ref: Any, index: jax.Array) -> jax.Array:
-    """Load a number for each thread; an index that is none gives a number that is none."""
-    nothing = jnp.nan if jnp.issubdtype(ref.dtype, jnp.floating) else 1 << 30
-    return ref[...].at[index].get(mode="fill", fill_value=nothing)
 
 
 def keep(ref: Any, numbers: jax.Array) -> None:

@@ -78,8 +78,7 @@ def attend_hopper(
     """The output of the kernels, without what `forest_attention` does around them."""
     forest = jax.tree.map(jnp.asarray, forest)
     position, arrays = forest.positions(query.shape[1]), arrays_of(forest)
-    first = None if plan.arrays.window is None else plan.arrays.window.first_position(position)
-    call = Call(query, key_pages, value_pages, position, first, arrays, plan.arrays, plan.guard, readers, positions)
+    call = Call(query, key_pages, value_pages, position, arrays, plan.arrays, plan.guard, readers, positions)
     of_tokens = "_of_tokens" if scales[0] is not None and scales[0].ndim == 3 else ""
     call = call._replace(**{f"key_scale{of_tokens}": scales[0], f"value_scale{of_tokens}": scales[1]})
     return HOPPER.attend(call, Scores(0.1, softcap))[0]

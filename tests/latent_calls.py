@@ -34,10 +34,9 @@ def attend_latents(
     """The output of the kernels, without what `forest_attention` does around them."""
     forest = jax.tree.map(jnp.asarray, forest)
     position = forest.positions(query.shape[1])
-    first = None if plan.arrays.window is None else plan.arrays.window.first_position(position)
     readers, positions, *_ = *planes, None, None
     planned = arrays_of(forest), plan.arrays, plan.guard
-    call = Call(query, pages, None, position, first, *planned, readers, positions, *beside)
+    call = Call(query, pages, None, position, *planned, readers, positions, *beside)
     return HOPPER_LATENT.attend(call, Scores(0.1, softcap))[0]
 
 

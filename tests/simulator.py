@@ -57,8 +57,9 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
 
 
 def gather(ref: Any, index: jax.Array) -> jax.Array:
-    """Load a number for each thread; an index that is none gives NaN."""
-    return ref[...].at[index].get(mode="fill", fill_value=jnp.nan)
+    """Load a number for each thread; an index that is none gives a number that is none."""
+    nothing = jnp.nan if jnp.issubdtype(ref.dtype, jnp.floating) else 1 << 30
+    return ref[...].at[index].get(mode="fill", fill_value=nothing)
 
 
 def query_scratch(sizes: Sizes, other: Any = None) -> Any:

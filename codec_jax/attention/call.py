@@ -226,9 +226,8 @@ def attention_by(
         lambda pages: pages.reshape(pages.shape[0] * pages.shape[1] // short, short, *pages.shape[2:]),
         (keys, value_pages, *beside),
     )
-    first = None if window is None else window.first_position(position)
     planned = arrays_of(forest), plan.arrays, guard, readers, positions
-    call = Call(query, keys, value_pages, position, first, *planned, *beside)
+    call = Call(query, keys, value_pages, position, *planned, *beside)
     call = _with_scales(call, *_in_float32(key_scale, value_scale))._replace(sinks=sinks)
     out, row_max, row_sum = run(backend, call, scores)
     return out.astype(dtype), (row_max, row_sum)

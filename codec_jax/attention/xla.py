@@ -59,7 +59,6 @@ def _segments(call: Call, scores: Scores) -> Partial:
     if call.key_scale is not None:
         tiles = tiles.astype(jnp.float32) * call.key_scale[None, :, None, None]
     position = query_rows.by_row(call.query_position, call)  # [tiles, R]
-    first_position = None if call.first_position is None else query_rows.by_row(call.first_position, call)
     num_rows, head_dim, value_dim, lanes = *tiles.shape[2:], plan.heads.value_head_dim, plan.lanes
     num_segments, last_segment = plan.segments.shape[0], plan.cta_ptr[1:]  # [C], exclusive
     num_ctas = last_segment.shape[0]
@@ -86,13 +85,7 @@ def _segments(call: Call, scores: Scores) -> Partial:
             tiles[tile, head[:, None]].reshape(*rows, head_dim),
             keys.reshape(num_ctas, -1, head_dim),  # [C, S, H]
             values.reshape(num_ctas, -1, value_dim),
-            _mask(
-                call,
-                block,
-                pages,
-                position[tile].reshape(rows),
-                None if first_position is None else first_position[tile].reshape(rows),
-            ),
+            _mask(call, block, pages, position[tile].reshape(rows)),
             scores.scale,
             scores.softcap,
         )
@@ -143,13 +136,7 @@ def _times(
     return tokens.astype(jnp.float32) * of_parts[page // parts, head, page % parts][..., None]
 
 
-def _mask(
-    call: Call,
-    block: Int[Array, " C"],
-    pages: Page,
-    query_position: Int[Array, "C R"],
-    first_position: Int[Array, "C R"] | None,
-) -> Bool[Array, "C R S"]:
+def _mask(call: Call, block: Int[Array, " C"], pages: Page, query_position: Int[Array, "C R"]) -> Bool[Array, "C R S"]:
     """Tell which rows see which tokens of each thread block's block."""
     num_ctas, num_rows = query_position.shape
     forest, offset = call.forest, jnp.arange(call.plan.page_tokens, dtype=jnp.int32)[None, None]
@@ -160,13 +147,13 @@ def _mask(
         readers = readers_of_token(pages.readers[..., None], token, forest.length[pages.node][..., None])
     first, count = unpack_readers(readers.reshape(num_ctas, 1, -1))
     mask = is_reader(jnp.arange(num_rows, dtype=jnp.int32)[None, :, None], first, count)
-    causal = call.plan.query_tokens > 1 and call.readers_of_tokens is None
-    if causal or first_position is not None:
+    causal, window = call.plan.query_tokens > 1 and call.readers_of_tokens is None, call.plan.window
+    if causal or window is not None:
         position = call.positions_of_tokens
         position = forest.start[pages.node][..., None] + token if position is None else position[block]
         position = position.reshape(num_ctas, 1, -1)
         if causal:
             mask &= is_not_after(position, query_position[..., None])
-        if first_position is not None:
-            mask &= is_in_window(position, first_position[..., None])
+        if window is not None:
+            mask &= is_in_window(position, window.first_position(query_position)[..., None])
     return mask

@@ -223,6 +223,7 @@ def arrays_of(forest: Forest) -> ForestArrays:
         start=forest.start,
         row_of_request=forest.row_of_request,
         request_of_row=forest.request_of_row,
+        leaf=forest.leaf,
         structure_hash=forest.structure_hash,
     )
 

@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import pac_arrays, plan_guard
+from pallas_kernels import pac_arrays, plan_guard, query_rows
 from pallas_kernels.ampere.instructions import TILED
 from pallas_kernels.ampere.pac_compute import compute
 from pallas_kernels.ampere.pac_load import Ahead, begin
@@ -64,6 +64,8 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
     inputs["block_pages"] = plan.block_pages.reshape(-1)
     for name in sizes.token_planes:
         inputs[name] = getattr(call, name).reshape(-1)  # [blocks x block]
+    if sizes.has_positions:  # [tiles x tile_rows + 64]
+        inputs["row_position"] = jnp.pad(query_rows.by_row(call.query_position, call).reshape(-1), (0, TILE_ROWS))
     outputs = pac_arrays.outputs_of(call, sizes.value_columns)
     scratch = _scratch(sizes)
 

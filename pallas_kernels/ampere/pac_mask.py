@@ -86,11 +86,12 @@ def mask_by_token(work: Work, tile: Tile, number: jax.Array, scores: jax.Array) 
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=PRODUCTS) + work.first_row(tile.place)
     visible = is_reader(row, *unpack_readers(plane(Numbers.READERS)))
     scores = jnp.where(visible, scores, MASK_VALUE)
-    first = tile.number * sizes.packing.tile_rows
-    bounds: list[tuple[Any, Any]] = [(refs.query_position, is_not_after)] if sizes.causal else []
-    bounds += [(refs.first_position, is_in_window)] if sizes.windowed else []
-    for ref, is_within in bounds:
-        bound = load(ref.at[pl.ds(first, TILE_ROWS)], ROWS)  # [64]
+    if not sizes.has_positions:
+        return scores
+    own = load(refs.row_position.at[pl.ds(tile.number * sizes.packing.tile_rows, TILE_ROWS)], ROWS)  # [64]
+    bounds: list[tuple[Any, Any]] = [(own, is_not_after)] if sizes.causal else []
+    bounds += [(sizes.window.first_position(own), is_in_window)] if sizes.window is not None else []
+    for bound, is_within in bounds:
         within = is_within(plane(Numbers.POSITIONS), broadcast_rows(bound, sizes.block))
         scores = jnp.where(within, scores, MASK_VALUE)
     return scores

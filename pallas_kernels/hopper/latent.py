@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from pallas_kernels import pac_arrays
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import latent_widen, long_heads, roles, tensor_core
+from pallas_kernels.hopper import latent_widen, long_heads, roles, row_positions, tensor_core
 from pallas_kernels.hopper.latent_compute import follow, score
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline, LatentSizes
 from pallas_kernels.hopper.latent_widen import ROTATED, OneBytePipeline
@@ -73,6 +73,7 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
         # [num_pages x page_tokens, 1, 576] or, of one byte a number, 512, 4 and 64; or [.., K, 512] twice
         **{name: x.reshape(-1, *x.shape[2:]) for name, x in pages.items()},
         **pac_arrays.inputs_of(call, sizes),
+        **row_positions.inputs_of(call, sizes),
     }
     for name in sizes.token_planes:
         # One token for each thread of the warpgroup that prepares the mask.
@@ -122,6 +123,7 @@ def _scratch(sizes: LatentSizes) -> dict[str, Any]:
         **(long_heads.scratch(sizes, tiled) if sizes.has_values_apart else {}),
         # Readers, and positions with causal masks and windows, of each token.
         "mask": plgpu.SMEM((stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
+        **row_positions.scratch(sizes),
         "factor": plgpu.SMEM((stages + 1, TILE_ROWS), jnp.float32),  # of the output so far, and of all in the end
         "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * sizes.query_parts, num_barriers=1),
         "query_together": plgpu.Barrier(num_arrivals=sizes.query_parts, num_barriers=1),

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from pallas_kernels import pac_arrays
 from pallas_kernels.family import Call
 from pallas_kernels.heads import Scores
-from pallas_kernels.hopper import roles, tensor_core, terms, token_scales, widen
+from pallas_kernels.hopper import roles, row_positions, tensor_core, terms, token_scales, widen
 from pallas_kernels.hopper.pac_compute import compute
 from pallas_kernels.hopper.pac_load import load_blocks
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, LANES, MAX_BLOCK_TOKENS, Pipeline, Sizes
@@ -69,6 +69,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         "keys": call.key_pages.reshape(-1, *call.key_pages.shape[2:]),  # [num_pages x page_tokens, K, H]
         "values": call.value_pages.reshape(-1, *call.value_pages.shape[2:]),
         **pac_arrays.inputs_of(call, sizes),
+        **row_positions.inputs_of(call, sizes),
         **(terms.inputs_of(call) | token_scales.inputs_of(call) if is_one_byte else {}),
     }
     for name in sizes.token_planes:
@@ -120,6 +121,7 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "value_ring": ring(sizes.value_head_dim),
         # Readers, and positions with causal masks and windows, of each token.
         "mask": plgpu.SMEM((sizes.stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
+        **row_positions.scratch(sizes),
         # The state that one lane of a narrow segment hands to the other.
         "state": plgpu.SMEM((TILE_ROWS, sizes.acc_columns), jnp.float32, transforms=swizzled(jnp.float32, 32)),
         "state_rows": plgpu.SMEM((2, TILE_ROWS), jnp.float32),

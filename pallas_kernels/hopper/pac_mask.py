@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
+from pallas_kernels.hopper import row_positions
 from pallas_kernels.hopper.pac_pipeline import UNIFORM_READERS, LaneWork, Pipeline
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.row_registers import all_rows, broadcast_rows, over_rows
@@ -42,7 +43,7 @@ def mask_scores(
 
 def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores: jax.Array) -> jax.Array:
     """Lower the scores of tokens that a row does not see."""
-    sizes, refs, mask = pipeline.sizes, pipeline.refs, pipeline.refs.mask
+    sizes, mask = pipeline.sizes, pipeline.refs.mask
     along = plgpu.Layout.WGMMA.reduce(0)
 
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -50,13 +51,11 @@ def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores:
     visible = is_reader(row + _first_row(pipeline, lane), *map(over_rows, unpack_readers(readers)))
     scores = jnp.where(visible, scores, sizes.mask_value)
     if sizes.has_positions:
-        tile = jnp.where(lane.tile == 0, lane.segment.tile0, lane.segment.tile1)
-        at = pl.ds(tile * sizes.packing.tile_rows, TILE_ROWS)
-        bounds: list[tuple[Any, Any]] = [(refs.query_position, is_not_after)] if sizes.causal else []
-        bounds += [(refs.first_position, is_in_window)] if sizes.windowed else []
-        for ref, is_within in bounds:
-            bound = load(ref.at[at], plgpu.Layout.WGMMA.reduce(1))  # [64]
-            position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
+        own = row_positions.of_tile(pipeline, lane.buffer)  # [64]
+        position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
+        bounds: list[tuple[Any, Any]] = [(own, is_not_after)] if sizes.causal else []
+        bounds += [(sizes.window.first_position(own), is_in_window)] if sizes.window is not None else []
+        for bound, is_within in bounds:
             within = is_within(over_rows(position), broadcast_rows(bound, sizes.block))
             scores = jnp.where(within, scores, sizes.mask_value)
     return scores

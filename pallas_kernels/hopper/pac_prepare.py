@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels import plan_guard
 from pallas_kernels.by_thread import THREAD, THREADS, page_and_token
 from pallas_kernels.compat import load
-from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper import row_positions, tensor_core
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, UNIFORM_READERS, Pipeline
 from pallas_kernels.plan_format import Page, Segment
 from pallas_kernels.token_mask import readers_of_token
@@ -43,12 +43,18 @@ def prepare(pipeline: Pipeline) -> None:
         # Asked for ahead of the query rows where registers allow: what the first mask needs takes two trips to memory.
         early = _entries_of(pipeline, segment.first_masked) if sizes.pages_per_block <= _FEW_PAGES else None
         scales = pipeline.first_scales(segment)
+        positions = row_positions.ask(pipeline, segment.tile0, segment.query_start0)
         _gather(pipeline, segment.tile0, segment.query_start0, segment.head, buffer)
         looked_up = None if early is None else _look_up(pipeline, early)
 
         @pl.when(segment.is_wide)
         def _second_tile() -> None:
-            _gather(pipeline, segment.tile1, segment.query_start1, segment.head, pipeline.query_buffer(buffer + 1))
+            following, start = pipeline.query_buffer(buffer + 1), segment.query_start1
+            positions = row_positions.ask(pipeline, segment.tile1, start)
+            _gather(pipeline, segment.tile1, start, segment.head, following)
+            row_positions.put(pipeline, segment.tile1, following, positions)
+
+        row_positions.put(pipeline, segment.tile0, buffer, positions)
 
         def step(i: jax.Array, carry: tuple[_Masks, Any], masked: bool) -> tuple[_Masks, Any]:
             (masks, scales), number = carry, done + i

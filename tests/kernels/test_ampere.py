@@ -233,8 +233,7 @@ def attend_ampere(query: Any, pages: Any, forest: Forest, plan: Plan, *planes: A
     """The output of the kernels, without what `forest_attention` does around them."""
     forest = jax.tree.map(jnp.asarray, forest)
     position, window = forest.positions(query.shape[1]), plan.arrays.window
-    first = None if window is None else window.first_position(position)
-    call = Call(query, pages, pages, position, first, arrays_of(forest), plan.arrays, plan.guard, *planes)
+    call = Call(query, pages, pages, position, arrays_of(forest), plan.arrays, plan.guard, *planes)
     return AMPERE.attend(call, Scores(0.1, None if window is None else 30.0))[0]
 
 

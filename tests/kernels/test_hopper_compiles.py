@@ -4,6 +4,8 @@ No GPU is needed, but CUDA's compiler, as the wheels of jax[cuda13] bring it. A 
 the warpgroups that load and prepare have to spill, all others wait for.
 """
 
+import re
+
 from machine_code import check_on_hopper, compiled
 from test_ampere_compiles import GPUS, fails_where_kernels_are_linked
 
@@ -64,3 +66,21 @@ with mock.patch.object(jax, "devices", lambda: [device]):
 
 def test_sinks_compile_whatever_rows_have_in_common() -> None:
     assert compiled(COMPILE_SINKS, GPUS["sm_90"].target, kernels=4).count("CASE") == 2
+
+
+# Where rows are in their contexts, which masks then ask for.
+COMPILE_POSITIONS = f"""{SETUP}
+with mock.patch.object(jax, "devices", lambda: [device]):
+    for tokens, window in (1, 1024), (4, None), (4, 1024):
+        plan = make_plan(forest, num_q_heads=32, num_kv_heads=8, head_dim=128, query_tokens=tokens, window=window)
+        arrays = jax.tree.map(lambda x: make(x.shape, x.dtype), (forest, plan))
+        query, pages = make((64, tokens, 32, 128)), make((num_pages, 16, 8, 128))
+        attend = jax.jit(partial(forest_attention, implementation="mosaic"))
+        program = attend.lower(query, pages, pages, *arrays).compile().as_text()
+        print("FUSIONS", program[program.index("ENTRY") :].count(" fusion("), flush=True)
+"""
+
+
+def test_windows_and_causal_masks_need_no_kernels_but_those_of_attention() -> None:
+    said = compiled(COMPILE_POSITIONS, GPUS["sm_90"].target, kernels=6)
+    assert re.findall(r"FUSIONS (\d+)", said) == ["0"] * 3
