@@ -3,7 +3,8 @@
     warpgroup 2 (pac_load)      page ids of block i+1 ─┐  TMA, by page or by block  ┌─ K ring ─┐
                                 pages of block i ──────┴───────────────────────────►│  stages  │
                                                                                     └─ V ring ─┘
-    warpgroup 3 (pac_prepare)   requests of the tile ─► query rows ─► Q tiles;  lengths of the nodes ─► masks
+    warpgroup 3 (pac_prepare)   requests of the tile ─► query rows ─► Q tiles, and positions (row_positions)
+                                lengths of the nodes ─► masks
          (plan_guard)           lengths of all nodes, shared out ─► does the plan still hold?
     warpgroups 0, 1             S = Q Kᵀ ► mask ► online softmax ► O += P V;  at a segment's end a partial (O, m, l)
       (pac_compute, pac_wide)

@@ -1,4 +1,7 @@
-"""The preparing warpgroup of PAC: query rows from wherever their requests are, and masks from the nodes' lengths."""
+"""The preparing warpgroup of PAC: query rows from wherever their requests are, and masks from the nodes' lengths.
+
+Masks that compare positions need those of the rows, too: `row_positions`.
+"""
 
 import functools
 import operator

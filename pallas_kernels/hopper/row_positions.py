@@ -49,7 +49,7 @@ def ask(pipeline: Pipeline, tile: jax.Array, query_start: jax.Array) -> jax.Arra
     def unit_by_unit(_: None) -> jax.Array:
         return by_thread.gather(refs.request_of_row, row)
 
-    # Loads must not look past the end of an array, whatever a plan or a forest says.
+    # A tile may have rows past the last request: nobody's, they may be anywhere that threads can load from.
     request = jnp.clip(lax.cond(query_start >= 0, together, unit_by_unit, None), 0, sizes.batch - 1)
     if sizes.token_planes:
         return by_thread.gather(refs.query_position, request * sizes.query_tokens + token)
@@ -63,7 +63,7 @@ def put(pipeline: Pipeline, tile: jax.Array, buffer: jax.Array, asked: jax.Array
         return
     position = asked
     if not sizes.token_planes:
-        leaf = jnp.clip(asked, 0, refs.node_length.shape[0] - 1)  # free request slots have none
+        leaf = jnp.maximum(asked, 0)  # free request slots have none
         end = by_thread.gather(refs.node_start, leaf) + by_thread.gather(refs.node_length, leaf)
         position = end - sizes.query_tokens + _unit(sizes, tile)[1]
     refs.row_position.at[buffer][...] = position
