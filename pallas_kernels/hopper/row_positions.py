@@ -50,7 +50,7 @@ def ask(pipeline: Pipeline, tile: jax.Array, query_start: jax.Array) -> jax.Arra
         return by_thread.gather(refs.request_of_row, row)
 
     # A tile may have rows past the last request: nobody's, they may be anywhere that threads can load from.
-    request = jnp.clip(lax.cond(query_start >= 0, together, unit_by_unit, None), 0, sizes.batch - 1)
+    request = jnp.minimum(lax.cond(query_start >= 0, together, unit_by_unit, None), sizes.batch - 1)
     if sizes.token_planes:
         return by_thread.gather(refs.query_position, request * sizes.query_tokens + token)
     return by_thread.gather(refs.leaf, request)
