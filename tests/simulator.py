@@ -14,6 +14,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
+from interpreted import RACE
 from jax import lax
 from jaxlib.mlir.dialects import arith
 
@@ -58,8 +59,10 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
 
 def gather(ref: Any, index: jax.Array) -> jax.Array:
     """Load a number for each thread; an index that is none gives a number that is none."""
+    is_one = (index >= 0) & (index < ref.shape[0])
+    lax.cond(is_one.all(), lambda: None, lambda: jax.debug.print(f"{RACE}: an index of no number"))
     nothing = jnp.nan if jnp.issubdtype(ref.dtype, jnp.floating) else 1 << 30
-    return ref[...].at[index].get(mode="fill", fill_value=nothing)
+    return ref[...].at[index].get(mode="fill", fill_value=nothing, wrap_negative_indices=False)
 
 
 def query_scratch(sizes: Sizes, other: Any = None) -> Any:

@@ -49,7 +49,7 @@ def ask(pipeline: Pipeline, tile: jax.Array, query_start: jax.Array) -> jax.Arra
     def unit_by_unit(_: None) -> jax.Array:
         return by_thread.gather(refs.request_of_row, row)
 
-    # A tile may have rows past the last request: nobody's, they may be anywhere that threads can load from.
+    # A tile may have rows past its last unit, or past the last request: nobody's, they may be anywhere in the arrays.
     request = jnp.minimum(lax.cond(query_start >= 0, together, unit_by_unit, None), sizes.batch - 1)
     if sizes.token_planes:
         return by_thread.gather(refs.query_position, request * sizes.query_tokens + token)
@@ -83,4 +83,4 @@ def _unit(sizes: Sizes, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _unit_of_tile(sizes: Sizes) -> jax.Array:
     row = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=THREAD) & (TILE_ROWS - 1)
-    return jnp.minimum(lax.div(row, jnp.int32(sizes.packing.rows_of_unit)), sizes.packing.units - 1)
+    return lax.div(row, jnp.int32(sizes.packing.rows_of_unit))

@@ -108,6 +108,13 @@ CASES = {
         Tree([-1, 0, 0, 1, -1], [150, 40, 0, 3, 2], [3, 2, 1, 3, 4, 0]), Heads(8, 1, 64),
         query_tokens=5, wide=True, window=37, softcap=0.5,
     ),
+    "a window, causal, a group in parts": Case(
+        Tree([-1, 0], [30, 3], [1]), Heads(71, 1, 64), query_tokens=3, num_ctas=1, wide=True, window=20
+    ),
+    "a chunked window, more query tokens than a request has, a free slot": Case(
+        Tree([-1, 0, -1], [40, 3, 2], [1, 2]), Heads(7, 1, 64),
+        query_tokens=5, requests=3, window=Window(3, chunked=True),
+    ),
     "a cap": Case(SIX, Heads(2, 1, 128), block_tokens=64, softcap=30.0),
 }  # fmt: skip
 
@@ -276,6 +283,7 @@ DRAFTS = {
         page_size=8, block_tokens=64, dtype=jnp.float16, wide=True, root=120,
     ),
     "a window that ends within the tree": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(4, 2, 64), window=3),
+    "a window, wide": Drafts([3, 12, 0, 30, 16, 1], FIVE, Heads(16, 1, 64), wide=True, window=6),
 }  # fmt: skip
 
 
