@@ -385,6 +385,11 @@ def _generate(
         f"compilation included; {given} tokens of prompts, {stats.computed_tokens} of them computed: sharing factor "
         f"{given / stats.computed_tokens:.1f}"
     )
+    if stats.saturated:
+        _say(
+            f"warning: {stats.saturated:,} numbers of K and V were too large for their scales, and were cut; "
+            "--kv-dtype fp8-by-token has scales for each token, and without the option nothing is cut"
+        )
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from codec_jax.command_line import add_engine_options, count_parser, number_parser, open_model
+from codec_jax.forest import NO_SLOT
 from codec_jax.nnx.async_engine import AsyncEngine, Following, StoppedError
 from codec_jax.nnx.engine import Engine
 from codec_jax.nnx.memory import KV_DTYPES, pages_of_replicas, take_most_of_the_gpu
@@ -165,6 +166,12 @@ def _open(arguments: argparse.Namespace) -> tuple[Serving, Served]:
     config = models[0].config
     sizes = {name: getattr(arguments, name) for name in ("max_requests", "prefill_tokens", "invariant")}
     num_pages = pages_of_replicas(config, groups, PAGE_SIZE, gib=arguments.kv_cache_gib, **sizes)
+    most_pages = NO_SLOT // PAGE_SIZE
+    if not 0 < num_pages <= most_pages:
+        raise ValueError(
+            f"--kv-cache-gib: expected room for 1 to {most_pages:,} pages of {PAGE_SIZE} tokens beside the weights, "
+            f"got room for {num_pages:,}"
+        )
     if (most := num_pages * PAGE_SIZE) < (arguments.max_context or 0):
         raise ValueError(
             f"--max-context: expected at most {most}, the tokens that there is room for, got {arguments.max_context}; "
@@ -389,7 +396,7 @@ def _lines(name: str, kind: str, text: str, values: Mapping[str, float]) -> list
 
 #: What `Stats` has, and the name, kind and meaning of the metric.
 _STATS = (
-    ("prompt_tokens", "prompt_tokens_total", "counter", "Tokens of prompts that entered"),
+    ("prompt_tokens", "prompt_tokens_total", "counter", "Tokens of prompts that entered, but for the last of each"),
     ("cached_tokens", "cached_tokens_total", "counter", "Of those, found in the cache"),
     ("generated_tokens", "generated_tokens_total", "counter", "Tokens that were generated"),
     ("preempted", "preemptions_total", "counter", "Times that a request gave way to others"),

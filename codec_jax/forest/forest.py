@@ -197,12 +197,12 @@ class Forest(ForestArrays):
         """Give back the pages that no request sees any more, of a model all of whose layers have a window.
 
         Lengths and positions stay as they are, and so do places for the pages in the forest's arrays: of those have
-        `page_capacity` for the longest contexts. The forest takes a new plan, with this window or one that is no
-        longer.
+        `page_capacity` for the longest contexts. The forest takes a new plan, with this window or one of its kind that
+        is no longer. Chunked ones may hide what shorter ones that slide show, and the other way round.
 
         Args:
           pool: the newest pool, in which all pages of this forest are taken.
-          window: the longest of the model's layers.
+          window: the longest of the model's layers, all of which slide, or are chunked.
           query_tokens: T, of the calls to come.
 
         Returns the forest and the pool.

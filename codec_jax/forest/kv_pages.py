@@ -20,6 +20,7 @@ from codec_jax import checks
 from codec_jax.arrays import HostOrDevice
 from codec_jax.forest.token_slots import (
     both_in_bounds,
+    check_rows,
     copied,
     copied_scales,
     counted,
@@ -62,15 +63,18 @@ class Quantisation(NamedTuple):
           key_scale: of each kv head, or of all.
           value_scale: the same for values.
 
-        Raises ValueError for scales that are not numbers in [2**-100, 2**100], one for each kv head.
+        Raises ValueError for no kv heads, and for scales that are not numbers in [2**-100, 2**100], one for each.
 
         >>> from codec_jax.forest import Quantisation
         >>> Quantisation.of(2, key_scale=0.5).key_scale.tolist()
         [0.5, 0.5]
         """
-        scales = []
+        num_kv_heads, scales = checks.integer("num_kv_heads", num_kv_heads), []
         for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-            given = np.asarray(scale, np.float64)
+            try:
+                given = np.asarray(scale, np.float64)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name}: expected numbers, got {scale!r:.100}") from None
             if given.shape not in ((), (num_kv_heads,)):
                 raise ValueError(
                     f"{name}: expected a number, or one for each of {num_kv_heads} kv heads, got shape {given.shape}"
@@ -91,13 +95,16 @@ class Quantisation(NamedTuple):
           page_size: tokens in a page.
           num_kv_heads: K, kv heads.
 
+        Raises ValueError for sizes that pages cannot have.
+
         >>> from codec_jax.forest import KVPages, Quantisation
         >>> pages = KVPages.zeros(4, 16, 2, 64, jnp.float8_e4m3fn, quantisation=Quantisation.by_token(4, 16, 2))
         >>> pages = pages.write(np.array([[17]]), jnp.full((1, 1, 2, 64), 1000.0), jnp.full((1, 1, 2, 64), 1e-4))
         >>> round(float(pages.key[1, 1, 0, 0]) * float(pages.quantisation.key_scale[1, 0, 1]), 3)
         1000.0
         """
-        ones = jnp.ones((num_pages, num_kv_heads, page_size), jnp.float32)
+        num_pages, page_size = checks.integer("num_pages", num_pages, 0), checks.integer("page_size", page_size)
+        ones = jnp.ones((num_pages, checks.integer("num_kv_heads", num_kv_heads), page_size), jnp.float32)
         return cls(ones, ones.copy(), jnp.zeros(1, jnp.int32))
 
     @property
@@ -151,6 +158,7 @@ class KVPages:
         """
         num_pages, page_size = checks.integer("num_pages", num_pages, 0), checks.integer("page_size", page_size)
         num_kv_heads, head_dim = checks.integer("num_kv_heads", num_kv_heads), checks.integer("head_dim", head_dim)
+        checks.float_dtype("dtype", dtype, *ONE_BYTE)
         shape, dtype = (num_pages, page_size, num_kv_heads, head_dim), jnp.dtype(dtype)
         if quantisation is not None:
             checks.instance("quantisation", quantisation, Quantisation)
@@ -159,11 +167,10 @@ class KVPages:
             quantisation = Quantisation.of(num_kv_heads) if quantisation is None else quantisation
             of_tokens = {"num_pages": num_pages, "K": num_kv_heads, "page_size": page_size}
             axes = of_tokens if quantisation.is_by_token else {"K": num_kv_heads}
-            checks.shape("quantisation.key_scale", quantisation.key_scale, **axes)
+            for name in ("key_scale", "value_scale"):
+                checks.shape(f"quantisation.{name}", getattr(quantisation, name), **axes)
         elif quantisation is not None:
             raise ValueError(f"quantisation: expected None for pages of {dtype}; it is for one byte a number")
-        else:
-            checks.float_dtype("dtype", dtype)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), quantisation)
 
     def write(self, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> KVPages:
@@ -179,8 +186,8 @@ class KVPages:
           key: [B, T, K, H], a row of K heads for each slot, in any float dtype.
           value: [B, T, K, H].
 
-        Raises ValueError unless slots are integers and there is one row for each, and for float8_e5m2, in which pages
-        are only read.
+        Raises ValueError unless slots are integers and there is one row for each, for float8_e5m2, in which pages are
+        only read, and for pages of one byte without a quantisation.
 
         >>> pages = KVPages.zeros(num_pages=4, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.float32)
         >>> row = jnp.ones((1, 1, 2, 64))
@@ -190,8 +197,16 @@ class KVPages:
         where = in_bounds("slots", slots)
         scales: tuple[Any, ...] = ()
         key, value, quantisation = jnp.asarray(key), jnp.asarray(value), self.quantisation
-        if quantisation is not None:
+        check_rows("key", self.key, where, key)
+        check_rows("value", self.value, where, value)
+        if self.key.dtype.itemsize == 1:
             _check_writable(self.key.dtype)
+            if quantisation is None:
+                raise ValueError(
+                    "quantisation: expected the scales of pages of one byte that are written, got None; make them by "
+                    "KVPages.zeros, or give them a Quantisation"
+                )
+        if quantisation is not None:
             scales = tuple(scale[None, None] for scale in quantisation[:2])  # [1, 1, K]
             if quantisation.is_by_token:
                 scales = _scale_of(key, self.key.dtype), _scale_of(value, self.key.dtype)  # [B, T, K]

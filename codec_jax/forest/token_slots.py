@@ -30,13 +30,20 @@ def counted(so_far: Int[Array, " devices"], *more: Int[Array, ""]) -> Int[Array,
     return jnp.where(total < so_far, jnp.iinfo(jnp.int32).max, total)
 
 
+def check_rows(
+    name: str, pages: Float[Array, "num_pages page_size K H"], slots: Int[Array, "B T"], rows: Float[Array, "B T K H"]
+) -> None:
+    """Raise ValueError unless there is a row for each slot, with the heads that pages have."""
+    expected = (*slots.shape, *pages.shape[2:])
+    if rows.shape != expected:
+        raise ValueError(f"{name}: expected shape {expected}, a row for each slot, got {rows.shape}")
+
+
 def stored(
     name: str, pages: Float[Array, "num_pages page_size K H"], slots: Int[Array, "B T"], rows: Float[Array, "B T K H"]
 ) -> Float[Array, "num_pages page_size K H"]:
     """Return pages with a row in each slot that is in bounds. Raises ValueError unless there is a row for each."""
-    expected = (*slots.shape, *pages.shape[2:])
-    if rows.shape != expected:
-        raise ValueError(f"{name}: expected shape {expected}, a row for each slot, got {rows.shape}")
+    check_rows(name, pages, slots, rows)
     return _tokens(pages).at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
 

@@ -118,6 +118,8 @@ class Checkpoint:
         >>> logits = jax.jit(model)(np.asarray([[1, 2, 3]]))  # [B, T, V], float32
         """
         checks.float_dtype("dtype", dtype)
+        if kv_dtype is not None:
+            checks.float_dtype("kv_dtype", kv_dtype, jnp.dtype(jnp.float8_e4m3fn))
         is_one_byte = kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1
         scales = self.kv_scales if is_one_byte and kv_scales is None else kv_scales
         config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype, kv_scales=scales)

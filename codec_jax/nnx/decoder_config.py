@@ -50,6 +50,12 @@ class Mixture:
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that cannot be."""
+        for name in ("normalised", "bias", "sigmoid"):
+            checks.boolean(name, getattr(self, name))
+        if not isinstance(self.dense_layers, tuple):
+            raise ValueError(f"dense_layers: expected a tuple of layers, got {self.dense_layers!r}")
+        for layer in self.dense_layers:
+            checks.integer("dense_layers", layer, 0)
         for name in ("num_experts", "experts_per_token", "expert_size", "every", "groups", "groups_per_token"):
             checks.integer(name, getattr(self, name))
         checks.integer("first_layer", self.first_layer, 0)
@@ -117,7 +123,7 @@ class Latent:
 class DecoderConfig:
     """Sizes and variants of a decoder; the defaults are those of Qwen3.
 
-    Raises ValueError for sizes that cannot be, and choices that are none.
+    Raises ValueError for sizes that cannot be, and choices that are none; TypeError for parts of other types.
 
     >>> config = DecoderConfig(64, 32, 64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16)
     >>> config.new_cache(num_pages=8, page_size=16)[0].key.shape
@@ -158,7 +164,14 @@ class DecoderConfig:
     latent: Latent | None = None  # of latent attention, with which num_kv_heads is 1 and head_dim its page_dim
 
     def __post_init__(self) -> None:
-        """Raise ValueError for sizes that cannot be."""
+        """Raise ValueError for sizes that cannot be, TypeError for parts of other types."""
+        for name, kind in (("mixture", Mixture), ("latent", Latent)):
+            if (part := getattr(self, name)) is not None:
+                checks.instance(name, part, kind)
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise TypeError(f"rope_scaling: expected {RopeScaling} or None, got {type(self.rope_scaling).__name__}")
+        for name in ("qk_norm", "tied_embeddings", "qkv_bias", "out_bias", "sinks", "norm_plus_one"):
+            checks.boolean(name, getattr(self, name))
         for name in (
             "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim",
         ):  # fmt: skip
@@ -185,9 +198,11 @@ class DecoderConfig:
             self._check_latent(self.latent)
         if self.kv_scales is not None:
             self._check_scales(self.kv_scales)
-        if not self.windows or not all(window is None or isinstance(window, Window) for window in self.windows):
+        windows = self.windows if isinstance(self.windows, tuple) else ()
+        if not windows or not all(window is None or isinstance(window, Window) for window in windows):
             raise ValueError(
-                f"windows: expected a tuple of Window, or None, for each layer or as a pattern, got {self.windows!r}"
+                "windows: expected a tuple of Window, or None, for each layer or as a pattern, such as (Window(8),), "
+                f"got {self.windows!r}"
             )
 
     def _check_scales(self, scales: Any) -> None:
@@ -217,8 +232,8 @@ class DecoderConfig:
         given = [name for name in ("qk_norm", "qkv_bias", "out_bias", "sinks") if getattr(self, name)]
         if given:
             raise ValueError(f"latent: expected no {' and no '.join(given)} with latent attention; set them to False")
-        if self.kv_scales is not None:
-            raise ValueError("kv_scales: expected None with latent attention, whose pages have scales by token")
+        if self.kv_scales is not None and not (isinstance(self.kv_scales, str) and self.kv_scales == "token"):
+            raise ValueError("kv_scales: expected None or 'token' with latents, whose pages have scales by token")
         if self.cache_dtype.itemsize == 1 and latent.size % SCALED_TOGETHER:
             raise ValueError(
                 f"kv_dtype: expected no {self.cache_dtype} for latents of {latent.size} numbers, for each "

@@ -15,9 +15,9 @@ class Stats:
     finished: int
     preempted: int  # requests that had to leave, to be computed again
     steps: int
-    prompt_tokens: int  # of requests that entered
+    prompt_tokens: int  # of requests that entered, but for the last one of each, which is fed to draw by
     cached_tokens: int  # of those, found in the cache
-    computed_tokens: int  # of those, computed: each once, whoever shares it
+    computed_tokens: int  # computed ahead of a first drawn one, each once, whoever shares it; the last ones as well
     generated_tokens: int
     waiting: int
     running: int

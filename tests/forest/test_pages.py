@@ -238,6 +238,17 @@ def test_what_is_no_quantisation_of_pages_is_refused():
         KVPages.zeros(4, 8, 2, 64, quantisation=Quantisation.of(2))
     with pytest.raises(ValueError, match=r"quantisation.key_scale: expected .*page_size = 8\]"):
         KVPages.zeros(4, 8, 2, 64, jnp.float8_e4m3fn, quantisation=Quantisation.by_token(4, 16, 2))
+    mixed = Quantisation.of(2)._replace(value_scale=jnp.ones(3))
+    with pytest.raises(ValueError, match=r"quantisation.value_scale: expected shape \[K = 2\], got \(3,\)"):
+        KVPages.zeros(4, 8, 2, 64, jnp.float8_e4m3fn, quantisation=mixed)
+    for dtype in ("fp8", "int8"):
+        with pytest.raises(ValueError, match=rf"^dtype: expected float32, .* got {dtype}"):
+            KVPages.zeros(4, 8, 2, 64, dtype)
+    with pytest.raises(ValueError, match=r"^key_scale: expected numbers, got 'a'"):
+        Quantisation.of(2, "a")
+    for make in (lambda: Quantisation.of(0), lambda: Quantisation.by_token(4, 16, -1)):
+        with pytest.raises(ValueError, match=r"^num_kv_heads: expected an integer of at least 1"):
+            make()
     with pytest.raises(ValueError, match=r"key_scale: expected a number, or one for each of 2 kv heads, got"):
         Quantisation.of(2, np.ones(3))
     with pytest.raises(ValueError, match=r"value_scale: expected positive numbers .*, got \[1.0, 0.0\]"):
@@ -267,10 +278,21 @@ def test_negative_slots_are_out_of_bounds_as_large_ones_are():
     assert np.flatnonzero(there.value).tolist() == [2, 5]
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 4), (3, 1, 1, 4), (3, 1, 2, 4), (3, 2, 2, 3)])
+def test_pages_of_one_byte_without_scales_are_not_written():
+    row = jnp.full((1, 1, 2, 64), 1000.0)
+    pages = KVPages(*[jnp.zeros((4, 8, 2, 64), jnp.float8_e4m3fn)] * 2)
+    with pytest.raises(ValueError, match=r"^quantisation: expected the scales of pages of one byte .*, got None"):
+        pages.write(jnp.zeros((1, 1), jnp.int32), row, row)
+    pages = KVPages(*[jnp.zeros((4, 8, 2, 64), jnp.float8_e5m2)] * 2)
+    with pytest.raises(ValueError, match="float8_e5m2, which is only read"):
+        pages.write(jnp.zeros((1, 1), jnp.int32), row, row)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(1, 2, 4), (3, 1, 1, 4), (3, 1, 2, 4), (3, 2, 2, 3), (3, 2, 1, 4)])
 @pytest.mark.parametrize("name", ["key", "value"])
-def test_rows_that_are_not_one_for_each_slot_are_refused(name, shape):
-    pages, rows = KVPages.zeros(4, 8, 2, 4), dict.fromkeys(("key", "value"), jnp.ones((3, 2, 2, 4)))
+def test_rows_that_are_not_one_for_each_slot_are_refused(name, shape, dtype):
+    pages, rows = KVPages.zeros(4, 8, 2, 4, dtype), dict.fromkeys(("key", "value"), jnp.ones((3, 2, 2, 4)))
     message = f"{name}: expected shape (3, 2, 2, 4), a row for each slot, got {shape}"
     with pytest.raises(ValueError, match=re.escape(message)):
         pages.write(jnp.zeros((3, 2), jnp.int32), **rows | {name: jnp.ones(shape)})

@@ -143,6 +143,8 @@ def test_another_dtype_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write(tmp_path, QWEN3, tensors_of(QWEN3)))
     with pytest.raises(ValueError, match=r"^dtype: expected float32, bfloat16 or float16, got int8"):
         checkpoint.load(jnp.int8)
+    with pytest.raises(ValueError, match=r"^kv_dtype: expected float32, bfloat16, float8_e4m3fn or float16, got fp8"):
+        checkpoint.load(jnp.float32, kv_dtype="fp8")
 
 
 def test_tensors_that_follow_from_others_are_not_needed(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_prompt_whose_numbers_are_not_finite_does_not_look_like_text(kv_dtype:
 def test_a_token_takes_one_latent_and_one_rotated_key_a_layer() -> None:
     assert CONFIG.kv_token_bytes == 2 * (136 + 8) * 4
     assert IN_FLOAT8.kv_token_bytes == 128 + 4 + 2 * 8
-    for config in (CONFIG, IN_FLOAT8):
+    for config in (CONFIG, IN_FLOAT8, replace(IN_FLOAT8, kv_scales="token")):
         arrays = [array.nbytes for array in jax.tree.leaves(config.new_cache(6, 8)) if array.ndim > 1]
         assert sum(arrays) == 6 * 8 * config.kv_token_bytes
         both = [array.nbytes for array in jax.tree.leaves(config.new_cache(6, 8, 2)) if array.ndim > 1]
@@ -396,7 +396,7 @@ def test_weights_in_float8_are_what_their_scales_make_of_them(tmp_path: Path) ->
         ),
         (
             lambda: replace(IN_FLOAT8, kv_scales=((1.0, 1.0),)),
-            r"^kv_scales: expected None with latent attention, whose pages have scales by token",
+            r"^kv_scales: expected None or 'token' with latents, whose pages have scales by token",
         ),
         (lambda: replace(LATENT, size=0), r"^size: expected an integer of at least 1, got 0"),
         (lambda: replace(LATENT, query_size=0), r"^query_size: expected an integer of at least 1, got 0"),

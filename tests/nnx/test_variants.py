@@ -259,6 +259,10 @@ def test_plans_for_other_windows_than_the_models_are_refused(windows: list, mess
     [
         ({"windows": ()}, r"^windows: expected a tuple of Window, or None, for each layer .*, got \(\)"),
         ({"windows": (8,)}, r"^windows: .*, got \(8,\)"),
+        ({"windows": Window(8)}, r"^windows: .* such as \(Window\(8\),\), got Window\(tokens=8, "),
+        ({"windows": [None]}, r"^windows: expected a tuple .*, got \[None\]"),
+        ({"sinks": 3}, r"^sinks: expected True or False, got 3"),
+        ({"norm_plus_one": "no"}, r"^norm_plus_one: expected True or False, got 'no'"),
         ({"activation": "relu"}, r"^activation: expected one of silu, gelu_tanh, clamped, got 'relu'"),
         ({"norm_placement": "around"}, r"^norm_placement: expected one of before, after, both, got 'around'"),
         ({"qk_norm_over": "token"}, r"^qk_norm_over: expected one of head, projection, got 'token'"),
@@ -272,9 +276,18 @@ def test_variants_that_cannot_be_are_refused(changes: dict[str, Any], message: s
         replace(CONFIG, **changes)
 
 
+@pytest.mark.parametrize("name", ["mixture", "latent", "rope_scaling"])
+def test_parts_of_other_types_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}: expected .*, got dict"):
+        replace(CONFIG, **{name: {"size": 3, "factor": 2.0}})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Mixture(4, 2, 8, normalised="no"), r"^normalised: expected True or False, got 'no'"),
+        (lambda: Mixture(4, 2, 8, dense_layers=[0]), r"^dense_layers: expected a tuple of layers, got \[0\]"),
+        (lambda: Mixture(4, 2, 8, dense_layers=(-1,)), r"^dense_layers: expected an integer of at least 0, got -1"),
         (lambda: Mixture(4, 5, 8), r"^experts_per_token: expected at most num_experts = 4, got 5"),
         (lambda: Mixture(4, 2, 0), r"^expert_size: expected an integer of at least 1, got 0"),
         (lambda: LinearScaling(0.0), r"^factor: expected a positive number, got 0.0"),

@@ -457,6 +457,21 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(finished: Finished, tm
     }
 
 
+def test_numbers_too_large_for_their_scales_are_said(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = copy(finished.model_dir, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    for name in weights:
+        if "v_proj" in name:
+            weights[name] = weights[name] * np.float32(1e4)
+    save_file(weights, model / "model.safetensors")
+    for kv_dtype in ("fp8", None):
+        output = tmp_path / f"{kv_dtype}.jsonl"
+        generate.main(arguments(model, finished.prompts, output, samples=1, max_new_tokens=2, kv_dtype=kv_dtype))
+        assert ("were too large for their scales" in capsys.readouterr().err) == (kv_dtype == "fp8")
+
+
 def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: the last row fits in part."""
     output, limits = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -625,7 +625,8 @@ def test_an_engine_that_failed_says_so(model_dir: Path, monkeypatch: pytest.Monk
         (["--max-context", "1000"], f"--max-context: expected 1 to {CONTEXT}"),
         (["--max-context", str(CONTEXT), "--kv-cache-gib", "1e-5"], "--max-context: expected at most 80"),
         (["--api-key", ""], "--api-key: expected a key, got an empty one"),
-        (["--kv-cache-gib", "1e-9"], "num_pages: expected"),
+        (["--kv-cache-gib", "1e-9"], "--kv-cache-gib: expected room for 1 to 134,217,727 pages of 16 tokens"),
+        (["--kv-cache-gib", "1e6"], "--kv-cache-gib: expected room for 1 to 134,217,727 pages of 16 tokens"),
         (
             ["--invariant", "--context-parallel", "2"],
             "invariant: expected room = 1, ",
