@@ -1,7 +1,8 @@
 """Checks of arguments; each error names the argument, what was expected, and what came."""
 
 import contextlib
-from typing import Any, TypeGuard
+from types import UnionType
+from typing import Any, TypeGuard, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -104,10 +105,13 @@ def float_dtype(name: str, value: Any, *others: jnp.dtype) -> None:
         raise ValueError(f"{name}: expected {expected} or float16, got {value!s:.100}")
 
 
-def instance(name: str, value: Any, kind: type) -> None:
-    """Raise TypeError unless the value is of a type."""
+def instance(name: str, value: Any, kind: type | UnionType) -> None:
+    """Raise TypeError unless the value is of a type, or of one of several."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+        kinds = (kind,) if isinstance(kind, type) else get_args(kind)
+        raise TypeError(
+            f"{name}: expected a {' or '.join(each.__name__ for each in kinds)}, got {type(value).__name__}"
+        )
 
 
 def function(name: str, value: Any) -> None:

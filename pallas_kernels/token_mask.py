@@ -11,12 +11,15 @@ who see one of them are fewer rows than read the node, and as consecutive. For t
 is the one that its depth gives. Everything here works on NumPy arrays, on JAX arrays and on registers of a kernel.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Int
+
+from pallas_kernels.heads import Window
 
 #: Rows that a tile, or both tiles of a wide segment, may have: two row numbers share an int32.
 MAX_ROWS = (1 << 15) - 1
@@ -51,6 +54,12 @@ def is_not_after(token_position: Any, query_position: Any) -> Any:
 def is_in_window(token_position: Any, first_position: Any) -> Any:
     """Whether a window lets a query token, which sees `first_position` and what follows, see a KV token."""
     return token_position >= first_position
+
+
+def bounds(query_position: Any, causal: bool, window: Window | None) -> list[tuple[Any, Callable[[Any, Any], Any]]]:
+    """List what bounds the positions of KV tokens that query tokens see, and what compares a KV token's with each."""
+    found: list[tuple[Any, Callable[[Any, Any], Any]]] = [(query_position, is_not_after)] if causal else []
+    return found if window is None else [*found, (window.first_position(query_position), is_in_window)]
 
 
 def pages_seen(

@@ -19,7 +19,7 @@ from codec_jax.forest.latent_pages import meant
 from codec_jax.planning.tiling import any_device
 from pallas_kernels import Call, Family, Heads, Scores, query_rows
 from pallas_kernels.plan_format import Page, PlanArrays, Segment
-from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, readers_of_token, unpack_readers
+from pallas_kernels.token_mask import bounds, is_reader, readers_of_token, unpack_readers
 from pallas_kernels.varying import vary_like
 
 
@@ -152,8 +152,6 @@ def _mask(call: Call, block: Int[Array, " C"], pages: Page, query_position: Int[
         position = call.positions_of_tokens
         position = forest.start[pages.node][..., None] + token if position is None else position[block]
         position = position.reshape(num_ctas, 1, -1)
-        if causal:
-            mask &= is_not_after(position, query_position[..., None])
-        if window is not None:
-            mask &= is_in_window(position, window.first_position(query_position)[..., None])
+        for bound, is_within in bounds(query_position, causal, window):
+            mask &= is_within(position, bound[..., None])
     return mask

@@ -197,16 +197,15 @@ class KVPages:
         where = in_bounds("slots", slots)
         scales: tuple[Any, ...] = ()
         key, value, quantisation = jnp.asarray(key), jnp.asarray(value), self.quantisation
-        check_rows("key", self.key, where, key)
-        check_rows("value", self.value, where, value)
-        if self.key.dtype.itemsize == 1:
+        check_rows("key", where, key, *self.key.shape[2:])
+        check_rows("value", where, value, *self.value.shape[2:])
+        if quantisation is not None or self.key.dtype.itemsize == 1:
             _check_writable(self.key.dtype)
             if quantisation is None:
                 raise ValueError(
                     "quantisation: expected the scales of pages of one byte that are written, got None; make them by "
                     "KVPages.zeros, or give them a Quantisation"
                 )
-        if quantisation is not None:
             scales = tuple(scale[None, None] for scale in quantisation[:2])  # [1, 1, K]
             if quantisation.is_by_token:
                 scales = _scale_of(key, self.key.dtype), _scale_of(value, self.key.dtype)  # [B, T, K]
@@ -216,7 +215,7 @@ class KVPages:
             counts = ((large & is_stored).sum(dtype=jnp.int32) for large in (large_keys, large_values))
             quantisation = quantisation._replace(saturated=counted(quantisation.saturated, *counts))
         value = finite(value, self.value.dtype)
-        pages = KVPages(stored("key", self.key, where, key), stored("value", self.value, where, value), quantisation)
+        pages = KVPages(stored(self.key, where, key), stored(self.value, where, value), quantisation)
         if quantisation is None or not quantisation.is_by_token:
             return pages
         of_keys, of_values = (stored_scales(*each, where) for each in zip(quantisation[:2], scales, strict=True))

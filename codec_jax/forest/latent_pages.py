@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from codec_jax import checks
 from codec_jax.forest.kv_pages import KVPages, finite
-from codec_jax.forest.token_slots import both_in_bounds, copied, counted, in_bounds, stored
+from codec_jax.forest.token_slots import both_in_bounds, check_rows, copied, counted, in_bounds, stored
 
 #: Numbers of a latent of one byte a number that have a scale of their own.
 SCALED_TOGETHER = 128
@@ -123,14 +123,13 @@ class LatentPages:
         48.0
         """
         where, rows, quantisation = in_bounds("slots", slots), jnp.asarray(rows), self.quantisation
-        if rows.shape != (expected := (*where.shape, 1, self.size)):
-            raise ValueError(f"rows: expected shape {expected}, a row for each slot, got {rows.shape}")
+        check_rows("rows", where, rows, 1, self.size)
         if quantisation is None:
             is_rotated = np.arange(self.size) >= self.size - checks.integer("rope", rope, 0, below=self.size)
             rows = rows.astype(self.latent.dtype)
             is_whole = jnp.isfinite(rows).all(axis=3, keepdims=True)
             rows = jnp.where(is_rotated[None, None, None] & ~is_whole, jnp.nan, finite(rows, rows.dtype))
-            return replace(self, latent=stored("rows", self.latent, where, rows))
+            return replace(self, latent=stored(self.latent, where, rows))
         latent, rotated = jnp.split(rows, [self.latent.shape[3]], axis=3)
         rotated = rotated.astype(jnp.bfloat16)
         is_whole = ~jnp.isnan(latent).any(axis=3, keepdims=True) & jnp.isfinite(rotated).all(axis=3, keepdims=True)
@@ -143,10 +142,10 @@ class LatentPages:
         is_stored = (where < math.prod(self.latent.shape[:2]))[..., None, None, None]
         return replace(
             self,
-            latent=stored("rows", self.latent, where, codes),
+            latent=stored(self.latent, where, codes),
             quantisation=LatentQuantisation(
-                stored("rows", quantisation.scale, where, scale),
-                stored("rows", quantisation.rotated, where, jnp.where(is_whole, rotated, jnp.nan)),
+                stored(quantisation.scale, where, scale),
+                stored(quantisation.rotated, where, jnp.where(is_whole, rotated, jnp.nan)),
                 counted(quantisation.saturated, (large & is_stored).sum(dtype=jnp.int32)),
             ),
         )

@@ -30,20 +30,17 @@ def counted(so_far: Int[Array, " devices"], *more: Int[Array, ""]) -> Int[Array,
     return jnp.where(total < so_far, jnp.iinfo(jnp.int32).max, total)
 
 
-def check_rows(
-    name: str, pages: Float[Array, "num_pages page_size K H"], slots: Int[Array, "B T"], rows: Float[Array, "B T K H"]
-) -> None:
-    """Raise ValueError unless there is a row for each slot, with the heads that pages have."""
-    expected = (*slots.shape, *pages.shape[2:])
+def check_rows(name: str, slots: Int[Array, "B T"], rows: Float[Array, "B T K H"], heads: int, head_dim: int) -> None:
+    """Raise ValueError unless there is a row for each slot, of so many heads and numbers of a head."""
+    expected = (*slots.shape, heads, head_dim)
     if rows.shape != expected:
         raise ValueError(f"{name}: expected shape {expected}, a row for each slot, got {rows.shape}")
 
 
 def stored(
-    name: str, pages: Float[Array, "num_pages page_size K H"], slots: Int[Array, "B T"], rows: Float[Array, "B T K H"]
+    pages: Float[Array, "num_pages page_size K H"], slots: Int[Array, "B T"], rows: Float[Array, "B T K H"]
 ) -> Float[Array, "num_pages page_size K H"]:
-    """Return pages with a row in each slot that is in bounds. Raises ValueError unless there is a row for each."""
-    check_rows(name, pages, slots, rows)
+    """Return pages with a row in each slot that is in bounds; `check_rows` has seen that there is one for each."""
     return _tokens(pages).at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
 

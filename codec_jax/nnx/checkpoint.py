@@ -26,7 +26,6 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from codec_jax import checks
 from codec_jax.nnx.chat import ChatTemplate, read_chat_template
 from codec_jax.nnx.checkpoint_config import has_fp8, is_mxfp4, read_config, read_max_context, read_stop_tokens
 from codec_jax.nnx.checkpoint_kv_scales import has_kv_scales, is_kv_scale, read_kv_scales
@@ -117,12 +116,9 @@ class Checkpoint:
         >>> model = open_checkpoint("Qwen3-4B").load()
         >>> logits = jax.jit(model)(np.asarray([[1, 2, 3]]))  # [B, T, V], float32
         """
-        checks.float_dtype("dtype", dtype)
-        if kv_dtype is not None:
-            checks.float_dtype("kv_dtype", kv_dtype, jnp.dtype(jnp.float8_e4m3fn))
-        is_one_byte = kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1
-        scales = self.kv_scales if is_one_byte and kv_scales is None else kv_scales
-        config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype, kv_scales=scales)
+        config = replace(self.config, dtype=dtype, param_dtype=dtype, kv_dtype=kv_dtype)
+        takes_its_own = kv_scales is None and config.cache_dtype.itemsize == 1
+        config = replace(config, kv_scales=self.kv_scales if takes_its_own else kv_scales)
         parallel = Parallel.of(mesh)
         check_sizes(config, parallel)
         with TensorFiles(self.sources.values(), mesh) as files:

@@ -165,11 +165,10 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that cannot be, TypeError for parts of other types."""
-        for name, kind in (("mixture", Mixture), ("latent", Latent)):
+        kinds: dict[str, Any] = {"rope_scaling": RopeScaling, "mixture": Mixture, "latent": Latent}
+        for name, kind in kinds.items():
             if (part := getattr(self, name)) is not None:
                 checks.instance(name, part, kind)
-        if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise TypeError(f"rope_scaling: expected {RopeScaling} or None, got {type(self.rope_scaling).__name__}")
         for name in ("qk_norm", "tied_embeddings", "qkv_bias", "out_bias", "sinks", "norm_plus_one"):
             checks.boolean(name, getattr(self, name))
         for name in (

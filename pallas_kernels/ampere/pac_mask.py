@@ -1,7 +1,7 @@
 """Masks of PAC on GPUs since Ampere: who sees which token of a block, found while the block before it is worked on."""
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,7 +17,7 @@ from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Page
 from pallas_kernels.row_registers import broadcast_rows, over_rows
 from pallas_kernels.softmax import MASK_VALUE
-from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, readers_of_token, unpack_readers
+from pallas_kernels.token_mask import bounds, is_reader, readers_of_token, unpack_readers
 
 
 class Seen(IntEnum):
@@ -89,9 +89,7 @@ def mask_by_token(work: Work, tile: Tile, number: jax.Array, scores: jax.Array) 
     if not sizes.has_positions:
         return scores
     own = load(refs.row_position.at[pl.ds(tile.number * sizes.packing.tile_rows, TILE_ROWS)], ROWS)  # [64]
-    bounds: list[tuple[Any, Any]] = [(own, is_not_after)] if sizes.causal else []
-    bounds += [(sizes.window.first_position(own), is_in_window)] if sizes.window is not None else []
-    for bound, is_within in bounds:
+    for bound, is_within in bounds(own, sizes.causal, sizes.window):
         within = is_within(plane(Numbers.POSITIONS), broadcast_rows(bound, sizes.block))
         scores = jnp.where(within, scores, MASK_VALUE)
     return scores

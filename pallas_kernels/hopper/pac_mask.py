@@ -14,7 +14,7 @@ from pallas_kernels.hopper import row_positions
 from pallas_kernels.hopper.pac_pipeline import UNIFORM_READERS, LaneWork, Pipeline
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.row_registers import all_rows, broadcast_rows, over_rows
-from pallas_kernels.token_mask import is_in_window, is_not_after, is_reader, unpack_readers
+from pallas_kernels.token_mask import bounds, is_reader, unpack_readers
 
 
 def mask_scores(
@@ -53,9 +53,7 @@ def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores:
     if sizes.has_positions:
         own = row_positions.of_tile(pipeline, lane.buffer)  # [64]
         position = load(mask.at[stage, 1, pl.ds(0, sizes.block)], along)  # [block]
-        bounds: list[tuple[Any, Any]] = [(own, is_not_after)] if sizes.causal else []
-        bounds += [(sizes.window.first_position(own), is_in_window)] if sizes.window is not None else []
-        for bound, is_within in bounds:
+        for bound, is_within in bounds(own, sizes.causal, sizes.window):
             within = is_within(over_rows(position), broadcast_rows(bound, sizes.block))
             scores = jnp.where(within, scores, sizes.mask_value)
     return scores

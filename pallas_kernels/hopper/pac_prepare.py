@@ -53,9 +53,9 @@ def prepare(pipeline: Pipeline) -> None:
         @pl.when(segment.is_wide)
         def _second_tile() -> None:
             following, start = pipeline.query_buffer(buffer + 1), segment.query_start1
-            positions = row_positions.ask(pipeline, segment.tile1, start)
+            others = row_positions.ask(pipeline, segment.tile1, start)
             _gather(pipeline, segment.tile1, start, segment.head, following)
-            row_positions.put(pipeline, segment.tile1, following, positions)
+            row_positions.put(pipeline, segment.tile1, following, others)
 
         row_positions.put(pipeline, segment.tile0, buffer, positions)
 

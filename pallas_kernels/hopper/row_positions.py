@@ -41,7 +41,7 @@ def ask(pipeline: Pipeline, tile: jax.Array, query_start: jax.Array) -> jax.Arra
     sizes, refs = pipeline.sizes, pipeline.refs
     if not sizes.has_positions:
         return None
-    row, token = _unit(sizes, tile)
+    row, token, _ = _unit(sizes, tile)
 
     def together(_: None) -> jax.Array:
         return lax.div(query_start + _unit_of_tile(sizes), jnp.int32(sizes.query_tokens))
@@ -74,11 +74,9 @@ def of_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
     return load(pipeline.refs.row_position.at[buffer, pl.ds(0, TILE_ROWS)], plgpu.Layout.WGMMA.reduce(1))
 
 
-def _unit(sizes: Sizes, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the request row and the query token of each thread's row of a tile."""
-    unit = tile * sizes.packing.units + _unit_of_tile(sizes)
-    row, token, _ = sizes.packing.unit(unit, sizes.batch, sizes.query_tokens)
-    return row, token
+def _unit(sizes: Sizes, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the request row, the query token and the part of each thread's row of a tile."""
+    return sizes.packing.unit(tile * sizes.packing.units + _unit_of_tile(sizes), sizes.batch, sizes.query_tokens)
 
 
 def _unit_of_tile(sizes: Sizes) -> jax.Array:

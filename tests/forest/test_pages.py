@@ -278,13 +278,16 @@ def test_negative_slots_are_out_of_bounds_as_large_ones_are():
     assert np.flatnonzero(there.value).tolist() == [2, 5]
 
 
-def test_pages_of_one_byte_without_scales_are_not_written():
+def test_pages_of_one_byte_are_written_with_scales_and_others_without():
     row = jnp.full((1, 1, 2, 64), 1000.0)
     pages = KVPages(*[jnp.zeros((4, 8, 2, 64), jnp.float8_e4m3fn)] * 2)
     with pytest.raises(ValueError, match=r"^quantisation: expected the scales of pages of one byte .*, got None"):
         pages.write(jnp.zeros((1, 1), jnp.int32), row, row)
     pages = KVPages(*[jnp.zeros((4, 8, 2, 64), jnp.float8_e5m2)] * 2)
     with pytest.raises(ValueError, match="float8_e5m2, which is only read"):
+        pages.write(jnp.zeros((1, 1), jnp.int32), row, row)
+    pages = KVPages(*[jnp.zeros((4, 8, 2, 64), jnp.bfloat16)] * 2, Quantisation.of(2))
+    with pytest.raises(ValueError, match="bfloat16, which is only read"):
         pages.write(jnp.zeros((1, 1), jnp.int32), row, row)
 
 
