@@ -7,11 +7,10 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-THREADS = 128
+THREADS, WARP = 128, 32
 #: A number for each thread.
 THREAD = plgpu.Layout.WG_STRIDED((THREADS,), 1)
 
@@ -20,8 +19,8 @@ def gather(ref: Any, index: jax.Array) -> jax.Array:
     """Load a number for each thread from an array in global memory.
 
     Args:
-      ref: int32, float32, bfloat16 or float16 [n].
-      index: int32 [128], each from 0 to n - 1.
+      ref: int32, float32, bfloat16 or float16, of n numbers in any shape.
+      index: int32 [128], each from 0 to n - 1, in row-major order.
     """
     is_signed = True if jnp.issubdtype(ref.dtype, jnp.integer) else None
 
@@ -35,10 +34,31 @@ def gather(ref: Any, index: jax.Array) -> jax.Array:
     return load(ref, index)
 
 
-def page_and_token(page_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return the page of a block, and the token of it, for each thread, int32 [128] each: a token for each thread."""
-    index = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=THREAD)
-    return lax.div(index, jnp.int32(page_tokens)), lax.rem(index, jnp.int32(page_tokens))
+def same_in_warp(numbers: jax.Array) -> jax.Array:
+    """Say whether all threads of a warp have the same number, int32 [128], by 1 or 0."""
+
+    @plgpu.inline_mgpu(arg_types=(THREAD,), return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=THREAD))
+    def vote(_: Any, numbers: Any) -> Any:
+        word, number = ir.IntegerType.get_signless(32), only(numbers)
+        whole_warp, zero = mgpu.c(0xFFFFFFFF, word), mgpu.c(0, word)
+        first = nvvm.shfl_sync(whole_warp, number, zero, mgpu.c(WARP - 1, word), nvvm.ShflKind.idx)
+        same = nvvm.vote_sync(whole_warp, arith.cmpi(arith.CmpIPredicate.eq, number, first), "all")
+        return by_thread(arith.extui(word, same), True)
+
+    return vote(numbers)
+
+
+def publish() -> None:
+    """Let copies and wgmma see what this thread has written to shared memory; whoever starts them must wait for it.
+
+    So does `plgpu.commit_smem`, which also waits for all threads of the warpgroup.
+    """
+
+    @plgpu.inline_mgpu()
+    def fence(_: Any) -> None:
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    fence()
 
 
 def at_index(pointer: Any, index: list[Any], element: Any) -> Any:

@@ -73,7 +73,7 @@ class PacSizes:
 
 
 def inputs_of(call: Call, sizes: PacSizes) -> dict[str, jax.Array]:
-    """Return the small arrays that PAC reads, but for what masks compare with each token."""
+    """Return the small arrays that PAC reads, but for the positions of rows."""
     plan, forest, guard = call.plan, call.forest, call.guard
     inputs = {
         "request_of_row": forest.request_of_row,
@@ -88,6 +88,7 @@ def inputs_of(call: Call, sizes: PacSizes) -> dict[str, jax.Array]:
         "merge_ptr": plan.merge_ptr,
         "used_rows": plan.used_rows,
     }
+    inputs |= {name: getattr(call, name) for name in sizes.token_planes}  # [blocks, block]
     if sizes.has_positions and not sizes.token_planes:
         inputs["node_start"] = forest.start
     return inputs

@@ -29,7 +29,8 @@ from pallas_kernels.shared_memory import swizzled
 def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     """Let the kernels run in the interpreter."""
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
-    monkeypatch.setattr(by_thread, "gather", gather)
+    for of_threads in (gather, same_in_warp, publish):
+        monkeypatch.setattr(by_thread, of_threads.__name__, of_threads)
     monkeypatch.setattr(by_warp, "any_above", any_above)
     monkeypatch.setattr(by_warp, "fold_columns", fold_columns)
     monkeypatch.setattr(by_warp, "reciprocals", reciprocals)
@@ -59,10 +60,23 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
 
 def gather(ref: Any, index: jax.Array) -> jax.Array:
     """Load a number for each thread; an index that is none gives a number that is none."""
-    is_one = (index >= 0) & (index < ref.shape[0])
+    numbers = ref[...].reshape(-1)
+    is_one = (index >= 0) & (index < len(numbers))
     lax.cond(is_one.all(), lambda: None, lambda: jax.debug.print(f"{RACE}: an index of no number"))
     nothing = jnp.nan if jnp.issubdtype(ref.dtype, jnp.floating) else 1 << 30
-    return ref[...].at[index].get(mode="fill", fill_value=nothing, wrap_negative_indices=False)
+    return numbers.at[index].get(mode="fill", fill_value=nothing, wrap_negative_indices=False)
+
+
+def same_in_warp(numbers: jax.Array) -> jax.Array:
+    """Say whether the threads of a warp have the same number."""
+    warps = numbers.reshape(-1, by_thread.WARP)
+    same = (warps == warps[:, :1]).all(axis=1, keepdims=True).astype(jnp.int32)
+    return jnp.broadcast_to(same, warps.shape).reshape(numbers.shape)
+
+
+def publish() -> None:
+    """Let copies and wgmma see what has been written."""
+    plgpu.commit_smem()
 
 
 def query_scratch(sizes: Sizes, other: Any = None) -> Any:

@@ -51,7 +51,6 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         value_columns=columns_of(value_head_dim),
         num_q_heads=query.shape[2],
         num_kv_heads=plan.heads.num_kv_heads,
-        num_blocks=plan.block_pages.shape[0],
         lanes=plan.lanes,
     )
     assert call.value_pages is not None  # or `why_not` would have said so
@@ -61,9 +60,6 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         "values": call.value_pages.reshape(-1, value_head_dim),
         **pac_arrays.inputs_of(call, sizes),
     }
-    inputs["block_pages"] = plan.block_pages.reshape(-1)
-    for name in sizes.token_planes:
-        inputs[name] = getattr(call, name).reshape(-1)  # [blocks x block]
     if sizes.has_positions:  # [tiles x tile_rows + 64]
         inputs["row_position"] = jnp.pad(query_rows.by_row(call.query_position, call).reshape(-1), (0, TILE_ROWS))
     outputs = pac_arrays.outputs_of(call, sizes.value_columns)

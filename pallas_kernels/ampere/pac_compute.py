@@ -14,12 +14,13 @@ from jax import lax
 
 from pallas_kernels.ampere import products
 from pallas_kernels.ampere.pac_load import Ahead, awaited, copy_block, copy_query, keep_rows, wait_for_block
-from pallas_kernels.ampere.pac_mask import Seen, entries_of, keep_planes, mask_by_row, mask_by_token, planes_of
+from pallas_kernels.ampere.pac_mask import Seen, keep_planes, mask_by_row, mask_by_token
 from pallas_kernels.ampere.pac_softmax import State, init_state, row_sum, weigh
 from pallas_kernels.ampere.pac_work import Numbers, Tile, Work
 from pallas_kernels.plan_format import Segment
 from pallas_kernels.row_registers import all_rows, broadcast_rows
 from pallas_kernels.softmax import tanh
+from pallas_kernels.token_pages import entries_of, look_up, planes_of
 
 _TWO_LOOPS = 128  # columns of a head, at most, for unmasked blocks to have a loop of their own
 #: Columns of values times tokens, of which two tiles have scores at once: registers have no room for more.
@@ -39,12 +40,13 @@ def _compute(work: Work, segment: Segment, tiles: list[Tile], ahead: Ahead) -> A
     """Work off the blocks of a segment for the tiles that it serves."""
     # Two loops need registers for the addresses of both, which accumulators of 256 columns leave for one.
     middle = segment.begin if work.sizes.value_columns > _TWO_LOOPS else segment.first_masked
+    refs, sizes = work.refs, work.sizes
     # Asked for ahead of all else: what a mask needs takes two trips to memory.
-    entries = entries_of(work, middle)
+    entries = entries_of(refs, sizes, middle)
     copy_query(work, segment.head, tiles)
-    planes = planes_of(work, entries)
-    following = entries_of(work, middle + 1)
-    in_use = work.refs.used_rows[0] - segment.tile0 * work.sizes.packing.tile_rows
+    planes = planes_of(look_up(refs, sizes, entries))
+    following = entries_of(refs, sizes, middle + 1)
+    in_use = refs.used_rows[0] - segment.tile0 * sizes.packing.tile_rows
     in_use = products.has_rows(in_use, work.warp)
 
     def whole(_: jax.Array, carry: tuple) -> tuple:
@@ -64,7 +66,8 @@ def _compute(work: Work, segment: Segment, tiles: list[Tile], ahead: Ahead) -> A
         number = awaited(work, ahead)
         wait_for_block(work, number)
         ahead = copy_block(work, ahead)
-        planes, following = planes_of(work, following), entries_of(work, block + 2)
+        planes = planes_of(look_up(refs, sizes, following))
+        following = entries_of(refs, sizes, block + 2)
         # One by one: masks of two tiles take registers that there are not.
         states = [_add_masked(work, tile, number, state) for tile, state in zip(tiles, states, strict=True)]
         keep_rows(work, ahead)

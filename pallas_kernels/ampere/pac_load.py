@@ -7,10 +7,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import by_thread
+from pallas_kernels import by_thread, token_pages
 from pallas_kernels.ampere import instructions
 from pallas_kernels.ampere.pac_work import Numbers, Tile, Work
-from pallas_kernels.plan_format import Page
 
 
 class Ahead(NamedTuple):
@@ -98,6 +97,5 @@ def copy_query(work: Work, head: jax.Array, tiles: list[Tile]) -> None:
 def _rows_of(work: Work, block: jax.Array, head: jax.Array) -> jax.Array:
     """Return where the tokens of a block are, of [num_pages x page_tokens x K] rows of K and of V."""
     sizes = work.sizes
-    page, token = work.token_of_thread()
-    ids = work.page_field(jnp.minimum(block, sizes.num_blocks - 1), page, Page._fields.index("page_id"))
-    return (ids * sizes.page_tokens + token) * sizes.num_kv_heads + head
+    page_id = token_pages.field(work.refs, sizes, block, "page_id")
+    return (page_id * sizes.page_tokens + token_pages.offset(sizes)) * sizes.num_kv_heads + head

@@ -1,23 +1,21 @@
 """Masks of PAC on GPUs since Ampere: who sees which token of a block, found while the block before it is worked on."""
 
 from enum import IntEnum
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import by_thread
 from pallas_kernels.ampere import instructions
 from pallas_kernels.ampere.pac_work import Numbers, Tile, Work
 from pallas_kernels.ampere.products import PRODUCTS, ROWS
 from pallas_kernels.compat import load
 from pallas_kernels.packing import TILE_ROWS
-from pallas_kernels.plan_format import Page
 from pallas_kernels.row_registers import broadcast_rows, over_rows
 from pallas_kernels.softmax import MASK_VALUE
-from pallas_kernels.token_mask import bounds, is_reader, readers_of_token, unpack_readers
+from pallas_kernels.token_mask import bounds, is_reader, unpack_readers
+from pallas_kernels.token_pages import Planes
 
 
 class Seen(IntEnum):
@@ -28,42 +26,7 @@ class Seen(IntEnum):
     BY_ROW = 2  # some rows all of it, the others nothing
 
 
-class Entry(NamedTuple):
-    """The token of each thread, as the mask needs it, int32 [128]."""
-
-    node: jax.Array
-    token: jax.Array  # index within the node
-    readers: jax.Array
-
-
-Entries = Entry | list[jax.Array]  # or the planes of the mask, where those are given
-
-
-def entries_of(work: Work, block: jax.Array) -> Entries:
-    """Load what a mask of a block begins with, a token in each thread."""
-    refs, sizes = work.refs, work.sizes
-    at = jnp.minimum(block, sizes.num_blocks - 1)
-    page, token = work.token_of_thread()
-    if sizes.token_planes:
-        of_block = at * sizes.block + page * sizes.page_tokens + token
-        return [by_thread.gather(getattr(refs, name), of_block) for name in sizes.token_planes]
-    entry = Entry(*(work.page_field(at, page, Page._fields.index(name)) for name in Entry._fields))
-    return entry._replace(token=entry.token + token)
-
-
-def planes_of(work: Work, entries: Entries) -> list[jax.Array]:
-    """Return readers (and positions) of each token of a block; no reader, past the end of its node."""
-    if isinstance(entries, list):
-        return entries
-    refs = work.refs
-    length = by_thread.gather(refs.node_length, entries.node)
-    planes = [readers_of_token(entries.readers, entries.token, length)]
-    if work.sizes.has_positions:
-        planes.append(by_thread.gather(refs.node_start, entries.node) + entries.token)
-    return planes
-
-
-def keep_planes(work: Work, number: jax.Array, planes: list[jax.Array]) -> None:
+def keep_planes(work: Work, number: jax.Array, planes: Planes) -> None:
     """Store the mask of block `number` beside the one of the block before it, which threads may still read."""
     for which, plane in zip((Numbers.READERS, Numbers.POSITIONS), planes, strict=False):
         instructions.keep(work.numbers(which, number), plane)

@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels import by_thread
 from pallas_kernels.ampere import products
 from pallas_kernels.pac_arrays import PacSizes
-from pallas_kernels.plan_format import Page, Segment
+from pallas_kernels.plan_format import Segment
 
 
 class Numbers(IntEnum):
@@ -37,7 +37,6 @@ class Sizes(PacSizes):
     value_columns: int
     num_q_heads: int
     num_kv_heads: int
-    num_blocks: int
     lanes: int  # tiles that a segment may serve
 
 
@@ -68,18 +67,6 @@ class Work:
     def thread(self) -> jax.Array:
         """Return the number of each thread, int32 [128]."""
         return plgpu.broadcasted_iota(jnp.int32, (by_thread.THREADS,), 0, layout=by_thread.THREAD)
-
-    def token_of_thread(self) -> tuple[jax.Array, jax.Array]:
-        """Return the page of a block, and the token of it, that each thread looks after."""
-        token = jnp.minimum(self.thread(), self.sizes.block - 1)  # threads past the block repeat its last token
-        page_tokens = jnp.int32(self.sizes.page_tokens)
-        return lax.div(token, page_tokens), lax.rem(token, page_tokens)
-
-    def page_field(self, block: jax.Array, page: jax.Array, field: int) -> jax.Array:
-        """Load a field of a page of a block for each thread, int32 [128]."""
-        of_page = len(Page._fields)
-        at = (block * self.sizes.pages_per_block + page) * of_page + field
-        return by_thread.gather(self.refs.block_pages, at)
 
     def numbers(self, which: Numbers, number: Any) -> Any:
         """View what is kept of block `number` of this thread block, or of tile `number` of a segment."""

@@ -75,9 +75,6 @@ def latent_pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Ar
         **pac_arrays.inputs_of(call, sizes),
         **row_positions.inputs_of(call, sizes),
     }
-    for name in sizes.token_planes:
-        # One token for each thread of the warpgroup that prepares the mask.
-        inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, call.plan.heads.value_head_dim)
     pipeline_class: type[LatentPipeline] = LongPipeline if sizes.has_values_apart else LatentPipeline
     pipeline_class = OneBytePipeline if sizes.is_one_byte else pipeline_class

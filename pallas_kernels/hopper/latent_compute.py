@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import latent_products, tensor_core
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline
-from pallas_kernels.hopper.pac_mask import clear_other_rows, mask_scores
+from pallas_kernels.hopper.pac_mask import clear_other_rows, mask_scores, readers_of_warps
 from pallas_kernels.hopper.pac_pipeline import LaneWork
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Segment
@@ -92,7 +92,7 @@ def _score_block(pipeline: LatentPipeline, lane: LaneWork, i: jax.Array, state: 
     number = lane.done + i
     stage = pipeline.stage(number)
     plgpu.barrier_wait(pipeline.keys_full.at[stage])
-    readers = refs.mask[stage, 0, 0] if masked else None  # of the first token; loaded ahead of the products
+    readers = readers_of_warps(pipeline, stage) if masked else ()  # loaded ahead of the products
     # The query is in buffer 0. Were that a constant, the compiler would keep the addresses of all its parts from block
     # to block, in registers that it does not have; that numbers of blocks are not negative, it does not know.
     scores = latent_products.multiply_latents(pipeline, stage, number >> 31)  # [64, block]

@@ -73,9 +73,6 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         **row_positions.inputs_of(call, sizes),
         **(terms.inputs_of(call) | token_scales.inputs_of(call) if is_one_byte else {}),
     }
-    for name in sizes.token_planes:
-        # One token for each thread of the warpgroup that prepares the mask.
-        inputs[name] = jnp.pad(getattr(call, name), ((0, 0), (0, MAX_BLOCK_TOKENS - sizes.block)))
     outputs = pac_arrays.outputs_of(call, sizes.value_head_dim)
     scratch, of_warpgroups = _scratch(sizes), _roles(is_one_byte)
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import pac_wide, tensor_core
-from pallas_kernels.hopper.pac_mask import mask_scores
+from pallas_kernels.hopper.pac_mask import mask_scores, readers_of_warps
 from pallas_kernels.hopper.pac_pipeline import LANES, LaneWork, Pipeline
 from pallas_kernels.hopper.pac_softmax import Scores, State, add_block, capped, init_state, row_sum
 from pallas_kernels.plan_format import Segment
@@ -98,7 +98,7 @@ def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: State, masked
     number = lane.number(j)
     stage = pipeline.stage(number)
     plgpu.barrier_wait(pipeline.full(refs.keys_full, segment, number))
-    readers = refs.mask[stage, 0, 0] if masked else None  # of the first token; loaded ahead of the products
+    readers = readers_of_warps(pipeline, stage) if masked else ()  # loaded ahead of the products
     keys = pipeline.block_of(refs.key_ring, stage)
     products = tensor_core.multiply_keys(pipeline, lane.buffer, keys)  # [64, block]
     _release(segment, refs.keys_free.at[stage])

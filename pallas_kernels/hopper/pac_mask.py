@@ -1,7 +1,7 @@
 """Masks of PAC on the scores of a block: rows that do not see it, or tokens that a row does not see."""
 
 import functools
-from typing import Any
+import operator
 
 import jax
 import jax.experimental.pallas as pl
@@ -9,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.by_thread import WARP
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import row_positions
 from pallas_kernels.hopper.pac_pipeline import UNIFORM_READERS, LaneWork, Pipeline
@@ -17,20 +18,29 @@ from pallas_kernels.row_registers import all_rows, broadcast_rows, over_rows
 from pallas_kernels.token_mask import bounds, is_reader, unpack_readers
 
 
+def readers_of_warps(pipeline: Pipeline, stage: jax.Array) -> tuple[jax.Array, ...]:
+    """Load the readers of the first of every 32 tokens of a block; none where all blocks are masked by token."""
+    sizes = pipeline.sizes
+    if sizes.has_positions or sizes.token_planes:
+        return ()
+    return tuple(pipeline.refs.mask[stage, 0, token] for token in range(0, sizes.block, WARP))
+
+
 def mask_scores(
-    pipeline: Pipeline, lane: LaneWork, stage: jax.Array, readers: Any, scores: jax.Array
+    pipeline: Pipeline, lane: LaneWork, stage: jax.Array, readers: tuple[jax.Array, ...], scores: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the rows that may see the block, and scores that are lowered where such a row does not see a token.
 
-    Where all tokens have the same `readers`, as in most blocks of a long leaf, nothing needs to be done by token.
+    Where all tokens have the same readers, as in most blocks of a long leaf, nothing needs to be done by token.
+    `readers` are those of `readers_of_warps`.
     """
     by_token = functools.partial(_mask_by_token, pipeline, lane, stage)
-    if pipeline.sizes.has_positions or pipeline.sizes.token_planes:
+    if not readers:
         return all_rows(), by_token(scores)
 
     def uniform(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        visible = is_reader(row + _first_row(pipeline, lane), *unpack_readers(readers & ~UNIFORM_READERS))  # [64]
+        visible = is_reader(row + _first_row(pipeline, lane), *unpack_readers(readers[0] & ~UNIFORM_READERS))  # [64]
         # Scores stay as they are: were both branches to select, the compiler would join them and keep, in registers
         # that it does not have, one predicate for each score.
         return visible, scores
@@ -38,7 +48,8 @@ def mask_scores(
     def mixed(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         return all_rows(), by_token(scores)
 
-    return lax.cond(readers & UNIFORM_READERS != 0, uniform, mixed, scores)
+    same = functools.reduce(operator.and_, (word == readers[0] for word in readers), readers[0] & UNIFORM_READERS != 0)
+    return lax.cond(same, uniform, mixed, scores)
 
 
 def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores: jax.Array) -> jax.Array:
@@ -47,7 +58,7 @@ def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores:
     along = plgpu.Layout.WGMMA.reduce(0)
 
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-    readers = load(mask.at[stage, 0, pl.ds(0, sizes.block)], along)  # [block]
+    readers = load(mask.at[stage, 0, pl.ds(0, sizes.block)], along) & ~UNIFORM_READERS  # [block]
     visible = is_reader(row + _first_row(pipeline, lane), *map(over_rows, unpack_readers(readers)))
     scores = jnp.where(visible, scores, sizes.mask_value)
     if sizes.has_positions:

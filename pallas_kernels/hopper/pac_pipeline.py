@@ -40,7 +40,7 @@ LANES = 2
 MAX_BLOCK_TOKENS = 128
 #: Columns of query and keys that are multiplied at once, and of the query and padded heads that are copied at once.
 COLUMNS = 64
-#: Set in the readers of every token of a block where all tokens have the same, and none is past its node's end.
+#: Set in the readers of tokens where all that one warp makes the mask of, 32 of a block, have the same.
 UNIFORM_READERS = -(1 << 31)
 
 #: Of each row eight numbers for a thread, in rows such that those of 8 bits and of 16 meet no bank conflicts.

@@ -4,38 +4,21 @@ Masks that compare positions need those of the rows, too: `row_positions`.
 """
 
 import functools
-import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import plan_guard
-from pallas_kernels.by_thread import THREAD, THREADS, page_and_token
-from pallas_kernels.compat import load
+from pallas_kernels import by_thread, plan_guard, token_pages
 from pallas_kernels.hopper import row_positions, tensor_core
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, UNIFORM_READERS, Pipeline
-from pallas_kernels.plan_format import Page, Segment
-from pallas_kernels.token_mask import readers_of_token
+from pallas_kernels.pac_arrays import PacSizes
+from pallas_kernels.plan_format import Segment
+from pallas_kernels.token_pages import Planes
 
 _MAX_AT_ONCE = 8  # loads in flight while gathering
-_FEW_PAGES = 4  # pages of a block whose entries are kept in registers while the copies of query rows are issued
-
-_Entries = tuple[Page, ...] | list[jax.Array]  # or the planes of the mask, where those are given
-
-
-class _PageMask(NamedTuple):
-    """One page of a block, as its mask needs it, lengths looked up."""
-
-    readers: jax.Array
-    valid: jax.Array  # tokens from the page's first to the end of its node
-    position: jax.Array | None  # of its first token, with causal masks and windows
-
-
-_Masks = tuple[_PageMask, ...] | list[jax.Array]  # or the planes
 
 
 def prepare(pipeline: Pipeline) -> None:
@@ -43,12 +26,12 @@ def prepare(pipeline: Pipeline) -> None:
     refs, sizes = pipeline.refs, pipeline.sizes
 
     def work(segment: Segment, _: Segment, done: jax.Array, buffer: jax.Array, __: None) -> None:
-        # Asked for ahead of the query rows where registers allow: what the first mask needs takes two trips to memory.
-        early = _entries_of(pipeline, segment.first_masked) if sizes.pages_per_block <= _FEW_PAGES else None
+        # Asked for ahead of the query rows: what the first mask needs takes two trips to memory.
+        entries = [token_pages.entries_of(refs, sizes, segment.first_masked + i) for i in range(2)]
         scales = pipeline.first_scales(segment)
         positions = row_positions.ask(pipeline, segment.tile0, segment.query_start0)
         _gather(pipeline, segment.tile0, segment.query_start0, segment.head, buffer)
-        looked_up = None if early is None else _look_up(pipeline, early)
+        first = token_pages.look_up(refs, sizes, entries[0])
 
         @pl.when(segment.is_wide)
         def _second_tile() -> None:
@@ -59,31 +42,31 @@ def prepare(pipeline: Pipeline) -> None:
 
         row_positions.put(pipeline, segment.tile0, buffer, positions)
 
-        def step(i: jax.Array, carry: tuple[_Masks, Any], masked: bool) -> tuple[_Masks, Any]:
-            (masks, scales), number = carry, done + i
+        def step(i: jax.Array, carry: Any, masked: bool) -> Any:
+            (planes, entries, scales), number = carry, done + i
             stage = pipeline.stage(number)
-            # Loads take as long as a block: ask for the next block's pages now.
-            following = _entries_of(pipeline, segment.begin + i + 1) if masked else None
-            planes = _mask_planes(pipeline, masks) if masked else []
+            if masked:
+                # Loads take as long as a block: ask now for what the next one, and the one after it, need.
+                looked_up = token_pages.look_up(refs, sizes, entries)
+                entries = token_pages.entries_of(refs, sizes, segment.begin + i + 2)
 
             pipeline.wait_for_mask(number, stage)
-            for plane, values in enumerate(planes):
+            for plane, values in enumerate(planes if masked else []):
                 refs.mask.at[stage, plane][...] = values
             scales = pipeline.put_scales(segment, segment.begin + i, stage, scales)
             pipeline.give_mask(segment, number)
-            return masks if following is None else _look_up(pipeline, following), scales
+            planes = _marked(sizes, token_pages.planes_of(looked_up)) if masked else planes
+            return planes, entries, scales
 
         middle = segment.first_masked - segment.begin
-        masks = looked_up
-        if early is None:
-            masks = _look_up(pipeline, _entries_of(pipeline, segment.first_masked))
         pipeline.give_query(segment.query_start0, segment.head, buffer)
 
         @pl.when(segment.is_wide)
         def _give_second() -> None:
             pipeline.give_query(segment.query_start1, segment.head, pipeline.query_buffer(buffer + 1))
 
-        carry = lax.fori_loop(0, middle, functools.partial(step, masked=False), (masks, scales))
+        planes = _marked(sizes, token_pages.planes_of(first))
+        carry = lax.fori_loop(0, middle, functools.partial(step, masked=False), (planes, entries[1], scales))
         lax.fori_loop(middle, segment.end - segment.begin, functools.partial(step, masked=True), carry)
 
     pipeline.each_segment(work)
@@ -126,46 +109,8 @@ def _gather(pipeline: Pipeline, tile: jax.Array, start: jax.Array, head: jax.Arr
         lax.fori_loop(0, packing.units // at_once, some, None)
 
 
-def _entries_of(pipeline: Pipeline, block: jax.Array) -> _Entries:
-    """Load the entries of a block's pages."""
-    ref, sizes = pipeline.refs.block_pages, pipeline.sizes
-    at = jnp.minimum(block, ref.shape[0] - 1)
-    if sizes.token_planes:
-        return [load(getattr(pipeline.refs, name).at[at], THREAD) for name in sizes.token_planes]
-    fields = range(1, len(Page._fields))
-    return tuple(Page(None, *(ref[at, j, field] for field in fields)) for j in range(sizes.pages_per_block))
-
-
-def _look_up(pipeline: Pipeline, entries: _Entries) -> _Masks:
-    """Load the lengths (and positions) of the nodes that a block's pages belong to."""
-    if isinstance(entries, list):
-        return entries
-    refs = pipeline.refs
-    return tuple(
-        _PageMask(
-            readers=page.readers,
-            valid=refs.node_length[page.node] - page.token,
-            position=refs.node_start[page.node] + page.token if pipeline.sizes.has_positions else None,
-        )
-        for page in entries
-    )
-
-
-def _mask_planes(pipeline: Pipeline, masks: _Masks) -> list[jax.Array]:
-    """Readers (and positions) of each token of a block; no reader, where a page is not full.
-
-    Without positions, readers are marked where all tokens have the same, so that a block may be masked by row.
-    """
-    if isinstance(masks, list):
-        return masks
-    page_tokens = pipeline.sizes.page_tokens
-    page_of, offset = page_and_token(page_tokens)
-    readers = position = plgpu.layout_cast(jnp.full((THREADS,), 0, jnp.int32), THREAD)
-    for j, page in enumerate(masks):
-        readers = jnp.where(page_of == j, readers_of_token(page.readers, offset, page.valid), readers)
-        if page.position is not None:
-            position = jnp.where(page_of == j, page.position + offset, position)
-    if pipeline.sizes.has_positions:
-        return [readers, position]
-    uniform = [(page.readers == masks[0].readers) & (page.valid >= page_tokens) for page in masks]
-    return [readers | jnp.where(functools.reduce(operator.and_, uniform), UNIFORM_READERS, 0)]
+def _marked(sizes: PacSizes, planes: Planes) -> Planes:
+    """Mark the readers of tokens where all of a warp have the same, so that a block may be masked by row."""
+    if sizes.has_positions or sizes.token_planes:
+        return planes
+    return [readers | by_thread.same_in_warp(readers) * UNIFORM_READERS for readers in planes]

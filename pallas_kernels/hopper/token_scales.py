@@ -1,7 +1,7 @@
 """Scales of each token and kv head, for pages of one byte a number: from memory to where lanes read them.
 
-    page ids of block i + 2 ─► scales of block i + 1 ─► registers ─► shared memory, with the mask of block i
-      (block_pages)              a token for each thread of the preparing warpgroup
+    pages of block i + 2 ─► scales of block i + 1 ─► registers ─► shared memory, with the mask of block i
+      (token_pages)           a token for each thread of the preparing warpgroup
 
 A trip to memory takes about as long as a block, so what a block needs is asked for in the two before it. Lanes multiply
 the products of keys, and later the weights, each by a number of its column. What says that a mask is in place, or not
@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import by_thread
+from pallas_kernels import by_thread, token_pages
 from pallas_kernels.compat import load
 from pallas_kernels.family import Call
 from pallas_kernels.hopper.pac_pipeline import MAX_BLOCK_TOKENS, Pipeline, Sizes
@@ -30,7 +30,7 @@ class Ahead(NamedTuple):
     """What the preparing warpgroup has asked for."""
 
     scales: tuple[jax.Array, jax.Array]  # of keys and of values of a block, [128] each
-    page_ids: tuple[jax.Array, ...]  # of the block after it
+    page_id: jax.Array  # of the tokens of the block after it, [128]
 
 
 def inputs_of(call: Call) -> dict[str, jax.Array]:
@@ -50,13 +50,14 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
 
 def first(pipeline: Pipeline, segment: Segment) -> Ahead:
     """Ask for what the first blocks of a segment need."""
-    page_ids = _page_ids(pipeline, segment.begin)
-    return Ahead(_gathered(pipeline, segment, page_ids), _page_ids(pipeline, segment.begin + 1))
+    page_ids = [token_pages.field(pipeline.refs, pipeline.sizes, segment.begin + i, "page_id") for i in range(2)]
+    return Ahead(_gathered(pipeline, segment, page_ids[0]), page_ids[1])
 
 
 def put(pipeline: Pipeline, segment: Segment, block: jax.Array, stage: jax.Array, ahead: Ahead) -> Ahead:
     """Store the scales of a block of the plan, and ask for those of the blocks after it."""
-    following = Ahead(_gathered(pipeline, segment, ahead.page_ids), _page_ids(pipeline, block + 2))
+    later = token_pages.field(pipeline.refs, pipeline.sizes, block + 2, "page_id")
+    following = Ahead(_gathered(pipeline, segment, ahead.page_id), later)
     for which, scale in zip((KEY, VALUE), ahead.scales, strict=True):
         pipeline.refs.token_scales.at[stage, which][...] = scale
     return following
@@ -68,20 +69,13 @@ def of_block(pipeline: Pipeline, stage: jax.Array, which: int) -> jax.Array:
     return load(place, plgpu.Layout.WGMMA.reduce(0))
 
 
-def _page_ids(pipeline: Pipeline, block: jax.Array) -> tuple[jax.Array, ...]:
-    """Load the pages of a block, or of the plan's last one past its end."""
-    return pipeline.page_ids(jnp.minimum(block, pipeline.refs.block_pages.shape[0] - 1))
-
-
-def _gathered(pipeline: Any, segment: Segment, page_ids: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    """Load the scales of a block of these pages, which may be parts of the caller's."""
-    refs, page_tokens, page_size = pipeline.refs, pipeline.sizes.page_tokens, pipeline.sizes.scale_page_tokens
-    page_of, offset = by_thread.page_and_token(page_tokens)
-    parts, num_kv_heads = jnp.int32(page_size // page_tokens), refs.keys.shape[1]
-    begin = plgpu.layout_cast(jnp.full((MAX_BLOCK_TOKENS,), 0, jnp.int32), by_thread.THREAD)
-    for j, page in enumerate(page_ids):
-        row = lax.div(page, parts) * num_kv_heads + segment.head
-        begin = jnp.where(page_of == j, row * page_size + lax.rem(page, parts) * page_tokens, begin)
+def _gathered(pipeline: Any, segment: Segment, page_id: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Load the scales of the tokens of these pages, which may be parts of the caller's."""
+    refs, sizes = pipeline.refs, pipeline.sizes
+    page_size, num_kv_heads = sizes.scale_page_tokens, refs.keys.shape[1]
+    parts = jnp.int32(page_size // sizes.page_tokens)
+    row = lax.div(page_id, parts) * num_kv_heads + segment.head
+    index = row * page_size + lax.rem(page_id, parts) * sizes.page_tokens + token_pages.offset(sizes)
     # Copies find zeros past the end of an array, loads of threads must not look there, whatever a plan says.
-    index = jnp.clip(begin + offset, 0, refs.key_scale_of_tokens.shape[0] - 1)
+    index = jnp.clip(index, 0, refs.key_scale_of_tokens.shape[0] - 1)
     return by_thread.gather(refs.key_scale_of_tokens, index), by_thread.gather(refs.value_scale_of_tokens, index)
