@@ -91,7 +91,8 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
         grid_names=("cta",),
         num_threads=sum(role.warpgroups for role in of_warpgroups),
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # What warpgroups hand to each other passes barriers on which every thread arrives, once it is done.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     return kernel(*inputs.values())
 

@@ -71,6 +71,7 @@ def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> N
         rows = pl.ds(row, at_once)
         parts = [load(given.at[part, rows], EIGHTS, optimized=True) for part in range(given.shape[0])]
         scale, *terms = in_terms(parts, EIGHTS)
+        plgpu.commit_smem()  # all threads have read what terms take the place of
         store(refs.row_scale.at[buffer, rows], scale * key_scale)
         for at, part in enumerate(part for term in terms for part in term):
             made.at[at, rows][...] = part

@@ -26,6 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import by_thread
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import tensor_core, terms, token_scales
 from pallas_kernels.hopper.pac_pipeline import EIGHTS, LANES, Pipeline, Sizes
@@ -79,7 +80,7 @@ class OneBytePipeline(Pipeline):
         super().wait_for_query(query_start, buffer)
         key_scale = getattr(self.refs, "key_scale", None)
         tensor_core.make_terms(self, buffer, jnp.float32(1) if key_scale is None else key_scale[head])
-        plgpu.commit_smem()
+        by_thread.publish()
         plgpu.barrier_arrive(self.refs.query_ready.at[buffer])
 
     def wait_for_query(self, query_start: jax.Array, buffer: jax.Array) -> None:
@@ -140,7 +141,7 @@ class OneBytePipeline(Pipeline):
             plgpu.barrier_wait(self.values_free(number, stage))
 
         self.values(number, stage)[...] = narrow.astype(WIDE)
-        plgpu.commit_smem()
+        by_thread.publish()
         plgpu.barrier_arrive(refs.values_free.at[stage])
         plgpu.barrier_arrive(self.values_full(segment, number))
 
