@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith
 from pallas_kernels import by_thread, by_warp
 from pallas_kernels.hopper import pac, tensor_core
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, PaddedRing, Pipeline, Query, Sizes
-from pallas_kernels.hopper.terms import TERM, in_terms
+from pallas_kernels.hopper.terms import TERM, largest_of_rows, powers_of_rows, terms_of
 from pallas_kernels.packing import TILE_ROWS, Packing
 from pallas_kernels.shared_memory import swizzled
 
@@ -101,10 +101,11 @@ def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> N
     """Put terms of a tile of the query in their own memory, and factors of its rows beside it."""
     refs = pipeline.refs
     given = read(refs.query_buffers.tiles.at[buffer])  # [parts, units, rows, columns]
-    scale, *terms = in_terms([part.reshape(-1, COLUMNS) for part in given])
+    parts = [part.reshape(-1, COLUMNS) for part in given]
+    scale, up = powers_of_rows(largest_of_rows(parts))
     refs.row_scale.at[buffer][...] = jnp.pad(scale * key_scale, (0, TILE_ROWS - len(scale)), constant_values=jnp.nan)
-    for at, part in enumerate(part for term in terms for part in term):
-        refs.query_buffers.other.at[buffer, at][...] = part.reshape(given.shape[1:])
+    for at, term in enumerate(term for part in parts for term in terms_of(part, up)):
+        refs.query_buffers.other.at[buffer, at][...] = term.reshape(given.shape[1:])
 
 
 def in_turn(*refs: Any) -> Any:
@@ -129,10 +130,10 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
 
 
 def query_tile(pipeline: Pipeline, buffer: jax.Array) -> jax.Array:
-    """Return a tile of the query, [64, H]; of several terms, one after the other, their sum."""
+    """Return a tile of the query, [64, H]; of several terms of each part of the columns, their sum."""
     parts = read(pipeline.query(buffer))  # [parts, units, rows, columns]
-    of_rows = parts.reshape(-1, pipeline.sizes.query_parts, parts.shape[1] * parts.shape[2], parts.shape[3])
-    of_rows = of_rows[0] if of_rows.shape[0] == 1 else of_rows.astype(jnp.float32).sum(axis=0)
+    of_rows = parts.reshape(pipeline.sizes.query_parts, -1, parts.shape[1] * parts.shape[2], parts.shape[3])
+    of_rows = of_rows[:, 0] if of_rows.shape[1] == 1 else of_rows.astype(jnp.float32).sum(axis=1)
     rows = jnp.moveaxis(of_rows, 0, 1).reshape(of_rows.shape[1], -1)
     # Rows that are not in use may hold anything on a GPU.
     return jnp.pad(rows, ((0, TILE_ROWS - rows.shape[0]), (0, 0)), constant_values=jnp.nan)

@@ -122,7 +122,7 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "mask": plgpu.SMEM((sizes.stages, 2 if sizes.has_positions else 1, MAX_BLOCK_TOKENS), jnp.int32),
         **row_positions.scratch(sizes),
         # The state that one lane of a narrow segment hands to the other.
-        "state": plgpu.SMEM((TILE_ROWS, sizes.acc_columns), jnp.float32, transforms=swizzled(jnp.float32, 32)),
+        "state": plgpu.SMEM((TILE_ROWS, sizes.state_columns), jnp.float32, transforms=swizzled(jnp.float32, 32)),
         "state_rows": plgpu.SMEM((2, TILE_ROWS), jnp.float32),
         "query_scattered": plgpu.Barrier(num_arrivals=sizes.packing.units * copies, num_barriers=buffers),
         "query_together": plgpu.Barrier(num_arrivals=copies, num_barriers=buffers),

@@ -126,9 +126,9 @@ def _release(segment: Segment, barrier: Any) -> None:
 def _send(pipeline: Pipeline, own: _Partial) -> None:
     """Pass what this lane has to the other through shared memory."""
     refs, sender = pipeline.refs, pipeline.warpgroup
-    for i, acc in enumerate(own.accs):
+    for i, part in enumerate(_parts(pipeline, own)):
         plgpu.barrier_wait(refs.state_free.at[sender])
-        refs.state[...] = acc
+        refs.state[...] = part
         if i == 0:
             refs.state_rows.at[0][...] = own.max
             refs.state_rows.at[1][...] = own.sum
@@ -137,24 +137,30 @@ def _send(pipeline: Pipeline, own: _Partial) -> None:
 
 def _merged(pipeline: Pipeline, own: _Partial) -> _Partial:
     """Merge what the other lane has into what this one has (POR of two)."""
-    refs, columns, rows = pipeline.refs, pipeline.sizes.acc_columns, plgpu.Layout.WGMMA.reduce(1)
+    refs, columns, rows = pipeline.refs, pipeline.sizes.state_columns, plgpu.Layout.WGMMA.reduce(1)
     sender = 1 - pipeline.warpgroup
     accs = []
-    for i, acc in enumerate(own.accs):
+    for i, part in enumerate(_parts(pipeline, own)):
         plgpu.barrier_wait(refs.state_full.at[sender])
         if i == 0:
             sent_max, sent_sum = load(refs.state_rows.at[0], rows), load(refs.state_rows.at[1], rows)
             row_max = jnp.maximum(own.max, sent_max)
             alpha, sent_alpha = jnp.exp2(own.max - row_max), jnp.exp2(sent_max - row_max)
         sent = load(refs.state, plgpu.Layout.WGMMA)
-        accs.append(acc * broadcast_rows(alpha, columns) + sent * broadcast_rows(sent_alpha, columns))
+        accs.append(part * broadcast_rows(alpha, columns) + sent * broadcast_rows(sent_alpha, columns))
         plgpu.barrier_arrive(refs.state_free.at[sender])
     return _Partial(accs, row_max, own.sum * alpha + sent_sum * sent_alpha)
 
 
+def _parts(pipeline: Pipeline, own: _Partial) -> list[jax.Array]:
+    """Cut accumulators into what is passed on at once, [64, state_columns]."""
+    columns = pipeline.sizes.state_columns
+    return [acc[:, at : at + columns] for acc in own.accs for at in range(0, acc.shape[1], columns)]
+
+
 def _write(pipeline: Pipeline, partial: jax.Array, own: _Partial) -> None:
     """Write a partial, normalised by its own sum."""
-    refs, columns = pipeline.refs, pipeline.sizes.acc_columns
+    refs, columns = pipeline.refs, own.accs[0].shape[1]
     inverse_sum = 1.0 / broadcast_rows(jnp.maximum(own.sum, 1e-30), columns)
     for i, acc in enumerate(own.accs):
         refs.out.at[partial, :, pl.ds(i * columns, columns)][...] = acc * inverse_sum

@@ -81,6 +81,11 @@ class Sizes(PacSizes):
     @property
     def acc_columns(self) -> int:
         """Columns of the values that one accumulator holds."""
+        return min(self.value_head_dim, 64 if self.is_padded else 128)
+
+    @property
+    def state_columns(self) -> int:
+        """Columns of the memory that a lane's state is handed over in, part by part, as far as there is room for it."""
         return self.value_head_dim if self.value_head_dim <= 128 and not self.is_padded else 64
 
     @property

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import load, store, transposed
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, EIGHTS, PaddedRing, Pipeline, Query, Sizes
-from pallas_kernels.hopper.terms import in_terms
+from pallas_kernels.hopper.terms import largest_of_rows, powers_of_rows, terms_of
 from pallas_kernels.packing import TILE_ROWS, Packing
 from pallas_kernels.row_registers import filled
 from pallas_kernels.shared_memory import swizzled
@@ -63,25 +63,31 @@ def view_units(ref: Any, first: Any, *, count: int, packing: Packing) -> Any:
 
 
 def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> None:
-    """Put terms of a tile of the query where it is, and factors of its rows, times that of its keys, beside it."""
-    refs, head_dim, views = pipeline.refs, pipeline.sizes.head_dim, pipeline.refs.query_buffers
+    """Put terms of a tile of the query where it is, and factors of its rows, times that of its keys, beside it.
+
+    Both terms of a part of the columns take the place of this part.
+    """
+    refs, views = pipeline.refs, pipeline.refs.query_buffers
     given, made = views.tiles.at[buffer], views.other.at[buffer]  # [H / 64, 64, 64], [2 x H / 64, 64, 64]
-    at_once = min(TILE_ROWS, 128 * TILE_ROWS // head_dim)  # rows that registers have room for
-    for row in range(0, TILE_ROWS, at_once):
-        rows = pl.ds(row, at_once)
-        parts = [load(given.at[part, rows], EIGHTS, optimized=True) for part in range(given.shape[0])]
-        scale, *terms = in_terms(parts, EIGHTS)
+
+    def part(at: int) -> jax.Array:
+        return load(given.at[at], EIGHTS, optimized=True)
+
+    largest = largest_of_rows(part(at) for at in range(given.shape[0]))
+    down, up = powers_of_rows(largest)
+    store(refs.row_scale.at[buffer], down * key_scale)
+    for at in range(given.shape[0]):
+        terms = terms_of(part(at), up, EIGHTS)
         plgpu.commit_smem()  # all threads have read what terms take the place of
-        store(refs.row_scale.at[buffer, rows], scale * key_scale)
-        for at, part in enumerate(part for term in terms for part in term):
-            made.at[at, rows][...] = part
+        for which, term in enumerate(terms):
+            made.at[2 * at + which][...] = term
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
     """Return the products of a tile of the query and a block of keys: [64, block].
 
-    Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64]. A query of several terms, one after
-    the other, is their sum.
+    Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64]. Where a query has several terms, those
+    of a part of the columns follow each other, and it is their sum.
     """
 
     def products(products_ref: Any) -> jax.Array:
@@ -122,7 +128,7 @@ def multiply_both(
 def _issue_keys(pipeline: Pipeline, products_ref: Any, buffer: jax.Array, keys: Any) -> None:
     sizes, query = pipeline.sizes, pipeline.query(buffer)
     for part in range(query.shape[0]):
-        at = part % sizes.query_parts
+        at = part * sizes.query_parts // query.shape[0]
         columns = keys.at[at] if sizes.is_padded else keys.at[:, pl.ds(at * COLUMNS, COLUMNS)]
         plgpu.wgmma(products_ref, query.at[part], transposed(columns))
 

@@ -1,7 +1,7 @@
 """A query as terms of 8 bits, for keys of one byte a number: products of 8 bits take half the time of others.
 
-    tile of the query, 16 bits [64, H] ─► registers of the preparing warpgroup ─► two terms [64, 2 x H], in its place
-                                                                              └─► a factor of each row
+    tile of the query, 16 bits [64, H] ─► registers of the preparing warpgroup ─► a factor of each row
+                          64 columns, again ─► registers ─► two terms [64, 64], in their place
 
 The first term has the 4 leading bits of a number, the second one those of what is left: together the 8 bits of
 bfloat16. Both products take what one of 16 bits does, and no key is converted. A row's power of two brings its largest
@@ -14,7 +14,7 @@ The preparer alone waits for the copies of the tile.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -51,27 +51,30 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def in_terms(
-    parts: Sequence[jax.Array], layout: Any = None
-) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Return powers of two of rows [rows], and first and second terms of each part of their columns, [rows, columns].
+def largest_of_rows(parts: Iterable[jax.Array]) -> jax.Array:
+    """Return the largest magnitude of each row [rows], whose columns come in parts [rows, columns]."""
+    numbers = (part.astype(jnp.float32) for part in parts)
+    return functools.reduce(jnp.maximum, (jnp.maximum(each, -each).max(axis=1) for each in numbers))
 
-    The sum of a number's terms times the power of its row is the number, in 8 bits. The power of a row that has a
-    number that is not finite is NaN. `layout` is that of the parts, in registers of a GPU.
+
+def powers_of_rows(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return powers of two [rows] that the sum of a row's terms is multiplied by, and that its numbers are before.
+
+    Both from the largest magnitude of each row. The first one of a row that has a number that is not finite is NaN.
     """
-    numbers = [part.astype(jnp.float32) for part in parts]
-    largest = functools.reduce(jnp.maximum, (jnp.maximum(part, -part).max(axis=1) for part in numbers))  # [rows]
     exponent = _bits(largest) & _EXPONENT
     bounded = jnp.maximum(exponent, _LEAST << _SHIFT)
     up = _float((2 * _BIAS << _SHIFT) - bounded + (_LARGEST_EXPONENT << _SHIFT))
     down = _float(bounded - (_LARGEST_EXPONENT << _SHIFT))
-    down = jnp.where(exponent == _EXPONENT, jnp.nan, down)
-    first, second = zip(*(_terms(part * _over_columns(up, part.shape, layout)) for part in numbers), strict=True)
-    return down, first, second
+    return jnp.where(exponent == _EXPONENT, jnp.nan, down), up
 
 
-def _terms(numbers: jax.Array) -> tuple[jax.Array, ...]:
-    """Split numbers that 8 bits have room for."""
+def terms_of(part: jax.Array, up: jax.Array, layout: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Return first and second terms of a part of the columns, [rows, columns]: together its numbers, in 8 bits.
+
+    `layout` is that of the part, in registers of a GPU.
+    """
+    numbers = part.astype(jnp.float32) * _over_columns(up, part.shape, layout)
     bits = _bits(numbers)
     # Rounded to even by hand, as compilers leave out conversions there and back.
     rounded = bits + ((1 << _REST - 1) - 1) + ((bits >> _REST) & 1)

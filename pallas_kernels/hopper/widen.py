@@ -60,8 +60,8 @@ class OneByteSizes(Sizes):
         return -1e36
 
     @property
-    def acc_columns(self) -> int:
-        """Columns of one accumulator, and of the memory that a lane's state is handed over in, which is scarce."""
+    def state_columns(self) -> int:
+        """Columns of the memory that a lane's state is handed over in, which is scarce."""
         return 64
 
     @property

@@ -7,18 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.hopper.terms import TERM, in_terms
+from pallas_kernels.hopper.terms import TERM, largest_of_rows, powers_of_rows, terms_of
 
-in_terms_jitted = jax.jit(in_terms)  # as in a step, where XLA could leave out conversions
+
+@jax.jit  # as in a step, where XLA could leave out conversions
+def in_terms(parts: list[jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    scale, up = powers_of_rows(largest_of_rows(parts))
+    return scale, [terms_of(part, up) for part in parts]
 
 
 def held(query: np.ndarray) -> np.ndarray:
     """What the terms of rows [..., H] stand for, in float64."""
     parts = [jnp.asarray(query)[:, at : at + 64] for at in range(0, query.shape[1], 64)]
-    scale, *terms = in_terms_jitted(parts)
-    assert all(part.dtype == TERM for term in terms for part in term)
-    first, second = (np.concatenate([np.asarray(part, np.float64) for part in term], axis=1) for term in terms)
-    return (first + second) * np.asarray(scale, np.float64)[:, None]
+    scale, terms = in_terms(parts)
+    assert all(term.dtype == TERM for of_part in terms for term in of_part)
+    sums = [sum(np.asarray(term, np.float64) for term in of_part) for of_part in terms]
+    return np.concatenate(sums, axis=1) * np.asarray(scale, np.float64)[:, None]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(-12, 12), st.sampled_from([64, 128]))
