@@ -98,7 +98,9 @@ def _score_block(pipeline: LatentPipeline, lane: LaneWork, i: jax.Array, state: 
     scores = latent_products.multiply_latents(pipeline, stage, number >> 31)  # [64, block]
     pipeline.release_keys(stage)
     scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
-    visible, scores = mask_scores(pipeline, lane, stage, readers, scores) if masked else (all_rows(), scores)
+    visible = all_rows()
+    if masked:
+        visible, scores, _ = mask_scores(pipeline, lane, stage, readers, scores)
     block_max = jnp.where(visible, scores.max(axis=1) * sizes.factor, MASK_VALUE)  # [64]
     row_max = jnp.maximum(jnp.maximum(state.max, block_max), MIN_ROW_MAX)
     alpha = jnp.exp2(state.max - row_max)

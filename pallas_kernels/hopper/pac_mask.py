@@ -28,15 +28,17 @@ def readers_of_warps(pipeline: Pipeline, stage: jax.Array) -> tuple[jax.Array, .
 
 def mask_scores(
     pipeline: Pipeline, lane: LaneWork, stage: jax.Array, readers: tuple[jax.Array, ...], scores: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the rows that may see the block, and scores that are lowered where such a row does not see a token.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the rows that may see the block, scores that are lowered where such a row does not see a token, and a flag.
+
+    The flag says that the rows that may see the block see all of it.
 
     Where all tokens have the same readers, as in most blocks of a long leaf, nothing needs to be done by token.
     `readers` are those of `readers_of_warps`.
     """
     by_token = functools.partial(_mask_by_token, pipeline, lane, stage)
     if not readers:
-        return all_rows(), by_token(scores)
+        return all_rows(), by_token(scores), jnp.bool_(False)
 
     def uniform(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
@@ -49,7 +51,7 @@ def mask_scores(
         return all_rows(), by_token(scores)
 
     same = functools.reduce(operator.and_, (word == readers[0] for word in readers), readers[0] & UNIFORM_READERS != 0)
-    return lax.cond(same, uniform, mixed, scores)
+    return *lax.cond(same, uniform, mixed, scores), same
 
 
 def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores: jax.Array) -> jax.Array:

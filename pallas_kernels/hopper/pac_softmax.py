@@ -95,18 +95,26 @@ def capped_where_wide(sizes: Sizes, products: jax.Array) -> tuple[jax.Array, flo
     return lax.switch(by_warp.any_above(most, 1.0 / cap_factor), [near, far], products), 1.0
 
 
-def add_block(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:
+def add_block(sizes: Sizes, state: State, scores: Scores, is_new: jax.Array) -> tuple[jax.Array, State]:
     """Return a block's weights [64, block], rounded, and the state without their products with values.
 
     Args:
       sizes: of the kernel; they say which way.
       state: so far.
       scores: those of the block.
-      is_first: whether the tile has seen nothing yet.
+      is_new: whether the rows of a warp that see the block have seen nothing yet.
     """
     if sizes.by_reference:
-        return add_by_reference(sizes, state, scores, is_first)
+        return add_by_reference(sizes, state, scores, is_new)
     return _add_exactly(sizes, state, scores)
+
+
+def are_new(sizes: Sizes, state: State, visible: jax.Array) -> jax.Array:
+    """Say of each warp whether its rows that see a block, [64], if there are any, have seen nothing yet."""
+    if not sizes.by_reference:
+        return jnp.bool_(False)  # which makes no difference
+    is_old = visible & (state.reference > MIN_ROW_MAX)
+    return by_warp.any_above(broadcast_rows(jnp.where(is_old, 1.0, 0.0), _SUMS), 0.5) == 0
 
 
 def row_sum(state: State) -> jax.Array:
@@ -126,7 +134,7 @@ def _add_exactly(sizes: Sizes, state: State, scores: Scores) -> tuple[jax.Array,
     )
 
 
-def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.Array) -> tuple[jax.Array, State]:
+def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_new: jax.Array) -> tuple[jax.Array, State]:
     """Do as `add_block`, by reference whatever the sizes say."""
     products, factor, visible, _ = scores
 
@@ -137,7 +145,8 @@ def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.A
         return _rounded(sizes, scores, weights), sums
 
     def unknown(_: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return filled(0, TILE_ROWS, sizes.block).astype(sizes.dtype), filled(jnp.inf, TILE_ROWS, _SUMS)
+        sums = jnp.where(broadcast_rows(visible, _SUMS), jnp.inf, 0.0)
+        return filled(0, TILE_ROWS, sizes.block).astype(sizes.dtype), sums
 
     def keep(state: State, weights: jax.Array, sums: jax.Array) -> tuple[jax.Array, State]:
         return weights, state._replace(sums=state.sums + sums)
@@ -151,9 +160,9 @@ def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_first: jax.A
         accs = [acc * broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
         return weights, State(accs, reference, state.sums * broadcast_rows(alpha, _SUMS) + sums)
 
-    # A tile that has seen nothing has no reference worth a try. Weights that are NaN are as they would be by any other:
+    # Rows that have seen nothing have no reference worth a try. Weights that are NaN are as they would be by any other:
     # rows of no request, which may hold anything, do not make a tile add every block twice.
-    weights, sums = lax.cond(is_first, unknown, relative_to, state.reference)
+    weights, sums = lax.cond(is_new, unknown, relative_to, state.reference)
     is_far = by_warp.any_above(sums, _FAR)
     return lax.switch(is_far, [keep, renew], state, weights, sums)
 

@@ -86,8 +86,8 @@ def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> N
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:
     """Return the products of a tile of the query and a block of keys: [64, block].
 
-    Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64]. Where a query has several terms, those
-    of a part of the columns follow each other, and it is their sum.
+    Keys are a reference to [block, H], or of padded heads to [H / 64, block, 64]. A query of several terms, those of a
+    part of the columns one after the other, is their sum.
     """
 
     def products(products_ref: Any) -> jax.Array:
