@@ -13,7 +13,7 @@ from pallas_kernels.compat import load
 from pallas_kernels.hopper import pac_wide, tensor_core
 from pallas_kernels.hopper.pac_mask import mask_scores, readers_of_warps
 from pallas_kernels.hopper.pac_pipeline import LANES, LaneWork, Pipeline
-from pallas_kernels.hopper.pac_softmax import Scores, State, add_block, capped, are_new, init_state, row_sum
+from pallas_kernels.hopper.pac_softmax import Scores, State, add_block, are_new, capped, init_state, row_sum
 from pallas_kernels.plan_format import Segment
 from pallas_kernels.row_registers import all_rows, broadcast_rows, over_rows
 

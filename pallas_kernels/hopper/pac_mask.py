@@ -29,7 +29,7 @@ def readers_of_warps(pipeline: Pipeline, stage: jax.Array) -> tuple[jax.Array, .
 def mask_scores(
     pipeline: Pipeline, lane: LaneWork, stage: jax.Array, readers: tuple[jax.Array, ...], scores: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the rows that may see the block, scores that are lowered where such a row does not see a token, and a flag.
+    """Return the rows that may see the block, scores lowered where such a row does not see a token, and a flag.
 
     The flag says that the rows that may see the block see all of it.
 
