@@ -67,6 +67,11 @@ class PacSizes:
         return self.causal or self.window is not None
 
     @property
+    def rows_in_use(self) -> int:
+        """Rows of a tile that the query has, at most; what is past them in shared memory may be anything."""
+        return min(self.packing.units, self.batch * self.query_tokens * self.packing.parts) * self.packing.rows_of_unit
+
+    @property
     def block(self) -> int:
         """KV tokens of a block."""
         return self.pages_per_block * self.page_tokens

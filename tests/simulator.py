@@ -102,7 +102,7 @@ def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> N
     refs = pipeline.refs
     given = read(refs.query_buffers.tiles.at[buffer])  # [parts, units, rows, columns]
     parts = [part.reshape(-1, COLUMNS) for part in given]
-    scale, up = powers_of_rows(largest_of_rows(parts))
+    scale, up = powers_of_rows(jnp.stack([largest_of_rows(part) for part in parts]).max(axis=0))
     refs.row_scale.at[buffer][...] = jnp.pad(scale * key_scale, (0, TILE_ROWS - len(scale)), constant_values=jnp.nan)
     for at, term in enumerate(term for part in parts for term in terms_of(part, up)):
         refs.query_buffers.other.at[buffer, at][...] = term.reshape(given.shape[1:])

@@ -6,6 +6,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.compat import load, store, transposed
 from pallas_kernels.hopper.pac_pipeline import COLUMNS, EIGHTS, PaddedRing, Pipeline, Query, Sizes
@@ -67,20 +68,29 @@ def make_terms(pipeline: Pipeline, buffer: jax.Array, key_scale: jax.Array) -> N
 
     Both terms of a part of the columns take the place of this part.
     """
-    refs, views = pipeline.refs, pipeline.refs.query_buffers
+    refs, sizes, views = pipeline.refs, pipeline.sizes, pipeline.refs.query_buffers
     given, made = views.tiles.at[buffer], views.other.at[buffer]  # [H / 64, 64, 64], [2 x H / 64, 64, 64]
+    rows = EIGHTS.reduce(1)
 
-    def part(at: int) -> jax.Array:
+    def part(at: Any) -> jax.Array:
         return load(given.at[at], EIGHTS, optimized=True)
 
-    largest = largest_of_rows(part(at) for at in range(given.shape[0]))
-    down, up = powers_of_rows(largest)
-    store(refs.row_scale.at[buffer], down * key_scale)
-    for at in range(given.shape[0]):
+    def larger(at: jax.Array, largest: jax.Array) -> jax.Array:
+        return jnp.maximum(largest, largest_of_rows(part(at)))
+
+    def replace(at: jax.Array, _: None) -> None:
         terms = terms_of(part(at), up, EIGHTS)
         plgpu.commit_smem()  # all threads have read what terms take the place of
         for which, term in enumerate(terms):
             made.at[2 * at + which][...] = term
+
+    # In loops, since all thread blocks begin with this, and wait for its instructions to be fetched.
+    largest = lax.fori_loop(0, given.shape[0], larger, plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), rows))
+    down, up = powers_of_rows(largest)
+    # Rows that are not in use may hold anything: their scores are 0, or else the softmax would look for their maximum.
+    in_use = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=rows) < sizes.rows_in_use
+    store(refs.row_scale.at[buffer], jnp.where(in_use, down * key_scale, 0.0))
+    lax.fori_loop(0, given.shape[0], replace, None)
 
 
 def multiply_keys(pipeline: Pipeline, buffer: jax.Array, keys: Any) -> jax.Array:

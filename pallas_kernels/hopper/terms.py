@@ -13,8 +13,6 @@ number to the upper end of what 8 bits hold; its factor takes that back, and the
 The preparer alone waits for the copies of the tile.
 """
 
-import functools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -51,10 +49,10 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def largest_of_rows(parts: Iterable[jax.Array]) -> jax.Array:
-    """Return the largest magnitude of each row [rows], whose columns come in parts [rows, columns]."""
-    numbers = (part.astype(jnp.float32) for part in parts)
-    return functools.reduce(jnp.maximum, (jnp.maximum(each, -each).max(axis=1) for each in numbers))
+def largest_of_rows(part: jax.Array) -> jax.Array:
+    """Return the largest magnitude of each row [rows] in a part of the columns, [rows, columns]."""
+    numbers = part.astype(jnp.float32)
+    return jnp.maximum(numbers, -numbers).max(axis=1)
 
 
 def powers_of_rows(largest: jax.Array) -> tuple[jax.Array, jax.Array]:

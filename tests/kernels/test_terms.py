@@ -12,7 +12,7 @@ from pallas_kernels.hopper.terms import TERM, largest_of_rows, powers_of_rows, t
 
 @jax.jit  # as in a step, where XLA could leave out conversions
 def in_terms(parts: list[jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    scale, up = powers_of_rows(largest_of_rows(parts))
+    scale, up = powers_of_rows(jnp.stack([largest_of_rows(part) for part in parts]).max(axis=0))
     return scale, [terms_of(part, up) for part in parts]
 
 
