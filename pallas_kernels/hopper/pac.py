@@ -99,7 +99,7 @@ def pac(call: Call, scores: Scores) -> tuple[jax.Array, jax.Array, jax.Array, ja
 
 def _roles(is_one_byte: bool) -> tuple[Role, ...]:
     """List what the warpgroups do; who prepares also widens numbers of one byte."""
-    of_compute, of_load, of_prepare = (200, 32, 80) if is_one_byte else (208, 32, 64)
+    of_compute, of_load, of_prepare = (200, 32, 80) if is_one_byte else (208, 40, 56)
     return Role(compute, of_compute, LANES), Role(load_blocks, of_load), Role(prepare, of_prepare)
 
 
