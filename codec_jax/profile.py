@@ -1,6 +1,6 @@
 """Measure what thread blocks of the GPU take for their work, for `make_plan` to plan with.
 
-    python -m codec_jax.profile [--heads 32/8] [--head-dim 128] [--page-size 16] [--kv-dtype DTYPE] [--json PATH]
+    python -m codec_jax.profile [--heads 32/8] [--head-dim 128] [--page-size 16] [--json PATH]
 
 Every time is that of one `forest_attention` call in which each thread block has the same work: one segment of so many
 rows and tokens. Prints the table of the paper (Table 3: n_q by n) and writes it where `make_plan` looks for it, and to
@@ -30,7 +30,7 @@ from codec_jax.attention import forest_attention
 from codec_jax.command_line import count_parser
 from codec_jax.forest import Forest
 from codec_jax.planning import Plan, default_tiling, make_plan, pages_of_block
-from codec_jax.planning.cost import TABLE_DTYPES, CostModel, HeadLayout, file_name, user_folder
+from codec_jax.planning.cost import CostModel, HeadLayout, file_name, user_folder
 from pallas_kernels import FAMILIES, Heads, Tiling
 
 TILE_ROWS = 64  # of a whole tile
@@ -87,21 +87,20 @@ def main() -> None:
     parser.add_argument("--heads", type=_heads, default="32/8", help="q heads / kv heads (default: 32/8)")
     parser.add_argument("--head-dim", type=count_parser(), default=128, help="numbers of a head (default: 128)")
     parser.add_argument("--page-size", type=count_parser(), default=16, help="tokens of a page (default: 16)")
-    parser.add_argument("--kv-dtype", choices=TABLE_DTYPES, default="bfloat16", help="of pages (default: bfloat16)")
     parser.add_argument("--json", type=Path, help="write the table there too")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
     q_heads, kv_heads = arguments.heads
     layout = HeadLayout(q_heads, kv_heads, arguments.head_dim, arguments.page_size)
-    device, heads = jax.devices()[0], heads_of(layout, arguments.kv_dtype)
+    device, heads = jax.devices()[0], heads_of(layout)
     reasons = [reason for family in FAMILIES if (reason := family.why_not(heads, device))]
     if len(reasons) == len(FAMILIES) or heads.group > TILE_ROWS:
         parser.error(
             f"expected at most {TILE_ROWS} q heads for a kv head, and kernels that serve: {'; '.join(reasons)}"
         )
     tiling = default_tiling(heads)
-    clock = Clock(layout, tiling, arguments.kv_dtype)
+    clock = Clock(layout, tiling)
     times: dict[Task, Times] = {}
     for task in tqdm(tasks(tiling.lanes), unit="measurement"):
         try:
@@ -111,11 +110,11 @@ def main() -> None:
         else:
             tqdm.write(f"{task}: PAC {times[task].pac:.2f} us, POR {times[task].por:.2f} us")
     try:
-        model = fit(times, layout, device.device_kind, clock.num_ctas, tiling.lanes, arguments.kv_dtype)
+        model = fit(times, layout, device.device_kind, clock.num_ctas, tiling.lanes)
     except ValueError as error:
         sys.exit(f"failed: {error}; nothing was written")
     print(table(model))
-    found = Path(user_folder()) / file_name(model.device, layout, model.dtype)
+    found = Path(user_folder()) / file_name(model.device, layout)
     for path in filter(None, (found, arguments.json)):
         model.save(path)
         print(f"written to {path}")
@@ -131,10 +130,9 @@ def _heads(text: str) -> tuple[int, int]:
 # ---------------------------------------------------------------------- what is measured
 
 
-def heads_of(layout: HeadLayout, kv_dtype: str) -> Heads:
-    """Return the heads of a layout, over pages of a dtype."""
-    heads, head_dim = (layout.num_q_heads, layout.num_kv_heads), layout.head_dim
-    return Heads(*heads, head_dim, head_dim, kv_dtype=jnp.dtype(kv_dtype))
+def heads_of(layout: HeadLayout) -> Heads:
+    """Return the heads of a layout."""
+    return Heads(layout.num_q_heads, layout.num_kv_heads, layout.head_dim, layout.head_dim)
 
 
 def busy(layout: HeadLayout, core_count: int) -> int:
@@ -149,7 +147,7 @@ def forest_of(task: Task, layout: HeadLayout, tiling: Tiling) -> Forest:
     so that it does not grow and all rows see all tokens. Where masks are wanted, a chain of nodes that fill half a page
     of a block each takes the place of a node, so that every page needs one.
     """
-    requests = task.tiles * (tiling.tile_rows * layout.num_kv_heads // layout.num_q_heads)  # of a tile or pair
+    requests = task.tiles * (tiling.tile_rows // heads_of(layout).group)  # of a tile or pair
     nodes = tiling.num_ctas // layout.num_kv_heads * task.segments
     if task.masked:
         page_tokens, _ = pages_of_block(layout.page_size, tiling.block_tokens[1])
@@ -164,7 +162,7 @@ def forest_of(task: Task, layout: HeadLayout, tiling: Tiling) -> Forest:
     return Forest.from_nodes([-1] * nodes, [task.tokens] * nodes, leaf, page_size=layout.page_size)
 
 
-def plan_of(task: Task, layout: HeadLayout, tiling: Tiling, kv_dtype: str) -> tuple[Forest, Plan]:
+def plan_of(task: Task, layout: HeadLayout, tiling: Tiling) -> tuple[Forest, Plan]:
     """Plan such that every stream is one segment, of two tiles even where that is not worth its costs.
 
     Raises RuntimeError if some thread block would have other work than the task.
@@ -175,7 +173,6 @@ def plan_of(task: Task, layout: HeadLayout, tiling: Tiling, kv_dtype: str) -> tu
         num_q_heads=layout.num_q_heads,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        kv_dtype=kv_dtype if jnp.dtype(kv_dtype).itemsize == 1 else None,
         num_ctas=tiling.num_ctas,
         tile_rows=tiling.tile_rows,
         block_tokens=tiling.block_tokens[1],
@@ -195,20 +192,19 @@ def plan_of(task: Task, layout: HeadLayout, tiling: Tiling, kv_dtype: str) -> tu
 class Clock:
     """Random K and V for every task, and the time of the kernels of a call on them."""
 
-    def __init__(self, layout: HeadLayout, tiling: Tiling, kv_dtype: str) -> None:
+    def __init__(self, layout: HeadLayout, tiling: Tiling) -> None:
         """Draw as many pages as the largest task reads."""
-        self.layout, self.kv_dtype, self.num_ctas = layout, kv_dtype, busy(layout, tiling.num_ctas)
+        self.layout, self.num_ctas = layout, busy(layout, tiling.num_ctas)
         self.tiling = tiling._replace(num_ctas=self.num_ctas)
         nodes = self.num_ctas // layout.num_kv_heads
         num_pages = -(-max(TOKENS) // layout.page_size) * nodes
         shape = (num_pages, layout.page_size, layout.num_kv_heads, layout.head_dim)
-        pages = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
-        self.key, self.value = (each.astype(kv_dtype) for each in pages)
+        self.key, self.value = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
         self.junk = jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)
 
     def measure(self, task: Task) -> Times:
         """Time the kernels of a call, the L2 cache flushed before each."""
-        forest, plan = plan_of(task, self.layout, self.tiling, self.kv_dtype)
+        forest, plan = plan_of(task, self.layout, self.tiling)
         shape = (forest.request_capacity, 1, self.layout.num_q_heads, self.layout.head_dim)
         query = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
         arguments = jax.device_put((query, self.key, self.value, forest, plan))
@@ -257,9 +253,7 @@ def kernel_times(call: Callable[[], object], flush: Callable[[], object]) -> Tim
 # ---------------------------------------------------------------------- what it says
 
 
-def fit(
-    times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: int, lanes: int, dtype: str
-) -> CostModel:
+def fit(times: Mapping[Task, Times], layout: HeadLayout, device: str, num_ctas: int, lanes: int) -> CostModel:
     """Take calls and segments off PAC's times on the grid; what is left are rows over tokens.
 
     POR works for all thread blocks together, after the last of them: what it takes for one row tile is part of the time
@@ -304,7 +298,7 @@ def fit(
     return CostModel(
         device=device,
         **layout._asdict(),
-        dtype=dtype,
+        dtype="bfloat16",
         rows=(TILE_ROWS, 2 * TILE_ROWS),
         tokens=tuple(tokens),
         memory_us=tuple(tuple(row) for row in memory.round(4).tolist()),

@@ -12,7 +12,6 @@ codec_jax.profile`, and hold for any number of heads of their size; where there 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -29,9 +28,6 @@ from jaxtyping import Float
 from codec_jax import checks
 from codec_jax.planning.published_rates import Rates, published_rates
 from pallas_kernels.packing import TILE_ROWS
-
-#: Of pages, that there are tables for: those of 16 bits are alike, and so are those of one byte.
-TABLE_DTYPES = ("bfloat16", "float8_e4m3fn")
 
 _FORMAT = "codec_jax cost model 3"
 _MEASURE_AGAIN = "measure again with `python -m codec_jax.profile`"
@@ -257,18 +253,16 @@ class CostModel:
         )
 
     @classmethod
-    def default(cls, layout: HeadLayout, *, is_one_byte: bool = False, values_in_keys: bool = False) -> CostModel:
+    def default(cls, layout: HeadLayout, *, values_in_keys: bool = False) -> CostModel:
         """Return the model for the default device: measured by the user, shipped, or else a roofline.
 
         Where there is no table for a layout, one of other heads of this size serves, the most alike; one of those that
-        cannot be read is left out, with a warning. Where there is none for pages of one byte, one of 16 bits serves.
-        The roofline is of the GPU's published rates, or else of an H200.
+        cannot be read is left out, with a warning. The roofline is of the GPU's published rates, or else of an H200.
         Where a GPU has no table for it, a warning says so, once; not for values in keys, of which there are none. Files
         are read again only when they change.
 
         Args:
           layout: as in `roofline`.
-          is_one_byte: whether pages have one byte a number.
           values_in_keys: as in `roofline`.
 
         Raises ValueError, with the path, for a table of this layout that cannot be read or holds something else.
@@ -281,10 +275,9 @@ class CostModel:
         if device.platform != "gpu":
             # Costs only shape a plan: as on a GPU, however small the heads are.
             return _roofline(layout, 128, values_in_keys)
-        folders = user_folder(), _SHIPPED
-        for dtype in reversed(TABLE_DTYPES[: 1 + is_one_byte]):
-            for find, folder in itertools.product((_found, _found_alike), folders):
-                if model := find(folder, device.device_kind, layout, dtype):
+        for find in (_found, _found_alike):
+            for folder in (user_folder(), _SHIPPED):
+                if model := find(folder, device.device_kind, layout):
                     return model
         if not values_in_keys:
             # The registry of `warnings` shows a text once per process and line.
@@ -297,15 +290,14 @@ class CostModel:
         return _roofline(layout, layout.head_dim, values_in_keys, rates, device.core_count)
 
     @classmethod
-    def shipped(cls, device: str, layout: HeadLayout, dtype: str = TABLE_DTYPES[0]) -> CostModel | None:
+    def shipped(cls, device: str, layout: HeadLayout) -> CostModel | None:
         """Return the table that comes with the package for a device, on whatever device this runs; None if none does.
 
         Args:
           device: `device_kind` of the JAX device.
           layout: as in `roofline`.
-          dtype: one of `TABLE_DTYPES`.
         """
-        return _found(_SHIPPED, device, layout, dtype)
+        return _found(_SHIPPED, device, layout)
 
 
 def user_folder() -> str:
@@ -315,8 +307,11 @@ def user_folder() -> str:
     )
 
 
-def file_name(device: str, layout: HeadLayout, dtype: str) -> str:
-    """Return the name of the table for a device, a layout, and pages of a dtype of `TABLE_DTYPES`."""
+def file_name(device: str, layout: HeadLayout, dtype: str = "bfloat16") -> str:
+    """Return the name of the table for a device and a layout.
+
+    The kernels take two-byte numbers only and treat them alike, so that `make_plan` looks for one dtype.
+    """
     heads = f"{layout.num_q_heads}q_{layout.num_kv_heads}kv_{layout.head_dim}"
     return f"{_plain(device)}-{heads}-page{layout.page_size}-{dtype}.json"
 
@@ -325,8 +320,8 @@ def _plain(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
-def _found(folder: str, device: str, layout: HeadLayout, dtype: str) -> CostModel | None:
-    path = os.path.join(folder, file_name(device, layout, dtype))
+def _found(folder: str, device: str, layout: HeadLayout) -> CostModel | None:
+    path = os.path.join(folder, file_name(device, layout))
     try:
         status = os.stat(path)
     except OSError:
@@ -334,10 +329,10 @@ def _found(folder: str, device: str, layout: HeadLayout, dtype: str) -> CostMode
     return _loaded(path, status.st_mtime_ns, status.st_size)
 
 
-def _found_alike(folder: str, device: str, layout: HeadLayout, dtype: str) -> CostModel | None:
+def _found_alike(folder: str, device: str, layout: HeadLayout) -> CostModel | None:
     """Find a table of other heads of this size, the most similar in pages, q heads for a kv head, and kv heads."""
     number = "([1-9][0-9]*)"
-    name = re.compile(rf"{_plain(device)}-{number}q_{number}kv_({layout.head_dim})-page{number}-{dtype}\.json")
+    name = re.compile(rf"{_plain(device)}-{number}q_{number}kv_({layout.head_dim})-page{number}-bfloat16\.json")
     try:
         files = os.listdir(folder)
     except OSError:
@@ -352,7 +347,7 @@ def _found_alike(folder: str, device: str, layout: HeadLayout, dtype: str) -> Co
 
     for other in sorted(found, key=unlike):
         try:
-            if model := _found(folder, device, other, dtype):
+            if model := _found(folder, device, other):
                 return model
         except ValueError as error:
             warnings.warn(f"{error}; or remove it: plans for other heads do without it", stacklevel=1)

@@ -168,10 +168,7 @@ def make_plan(
         min_wide_tokens = chosen["min_wide_tokens"] = checks.integer("min_wide_tokens", min_wide_tokens)
     grid = _grid(forest, heads, tiling, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
     layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)
-    if cost_model is None:
-        is_one_byte = heads.kv_dtype.itemsize == 1
-        cost_model = CostModel.default(layout, is_one_byte=is_one_byte, values_in_keys=values_in_keys(heads))
-    model = cost_model
+    model = CostModel.default(layout, values_in_keys=values_in_keys(heads)) if cost_model is None else cost_model
     checks.instance("cost_model", model, CostModel)
     model.check_layout(layout)
 
