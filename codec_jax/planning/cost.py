@@ -30,6 +30,7 @@ from codec_jax.planning.published_rates import Rates, published_rates
 from pallas_kernels.packing import TILE_ROWS
 
 _FORMAT = "codec_jax cost model 3"
+_ONE_BYTE = "float8_e4m3fn"
 _MEASURE_AGAIN = "measure again with `python -m codec_jax.profile`"
 _SHIPPED = os.path.join(os.path.dirname(__file__), "costs")
 _FAR = 1 << 32  # tokens past the last of a table up to which curves go on straight
@@ -132,6 +133,24 @@ class CostModel:
             )
 
     # ------------------------------------------------------------------ estimates
+
+    @property
+    def is_one_byte(self) -> bool:
+        """Whether the costs are those of pages of one byte a number."""
+        return self.dtype == _ONE_BYTE
+
+    def of_one_byte(self) -> CostModel:
+        """Return costs over pages of one byte a number, given those of 16 bits: half as much to read, as much to compute.
+
+        >>> from codec_jax.planning.cost import HeadLayout
+        >>> model = CostModel.roofline(HeadLayout(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16))
+        >>> model.of_one_byte().token_us[0, 0] / model.token_us[0, 0]
+        np.float64(0.5)
+        """
+        if self.is_one_byte:
+            return self
+        memory = np.maximum(np.asarray(self.memory_us) / 2, self.cached_us)
+        return replace(self, memory_us=_frozen(memory.tolist()), dtype=_ONE_BYTE)
 
     def kv_us(self, wide: Any, tokens: Any, *, cached: bool) -> Float[np.ndarray, "*n"]:
         """Return the time of one tile, or of two, over KV tokens beyond that of an empty segment.

@@ -168,9 +168,12 @@ def make_plan(
         min_wide_tokens = chosen["min_wide_tokens"] = checks.integer("min_wide_tokens", min_wide_tokens)
     grid = _grid(forest, heads, tiling, query_tokens, window, hidden, chosen, homes.devices if homes else 1)
     layout = HeadLayout(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, forest.page_size)
-    model = CostModel.default(layout, values_in_keys=values_in_keys(heads)) if cost_model is None else cost_model
+    in_keys = values_in_keys(heads)
+    model = CostModel.default(layout, values_in_keys=in_keys) if cost_model is None else cost_model
     checks.instance("cost_model", model, CostModel)
     model.check_layout(layout)
+    if heads.kv_dtype.itemsize == 1 and not in_keys:
+        model = model.of_one_byte()
 
     longest = max_lengths(forest, steps)
     parts, subsets = [], [subset] if homes is None else [homes.subset(device) for device in range(homes.devices)]

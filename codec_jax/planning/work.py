@@ -34,7 +34,9 @@ class Work(NamedTuple):
         """Return what blocks and segments cost beside each other."""
         kinds = (self.unmasked, self.blocks - self.unmasked)
         blocks = np.array([[kind[which].sum() for kind in kinds] for which in (~self.wide, self.wide)], float)
-        return Estimate.of(model, self.block_tokens, blocks, self.unique, self.token_masked)
+        # With one byte a number arithmetic decides, and masks by row cost something, too.
+        share = 1.0 if model.is_one_byte else self.token_masked
+        return Estimate.of(model, self.block_tokens, blocks, self.unique, share)
 
 
 class Schedule(NamedTuple):
