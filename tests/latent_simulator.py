@@ -14,10 +14,12 @@ from simulator import (
     in_turn,
     multiply,
     multiply_values,
+    publish,
     query_scratch,
     query_tile,
     query_views,
     read,
+    same_in_warp,
     see_completions,
     view_units,
 )
@@ -34,7 +36,8 @@ def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     for function in (query_scratch, query_views, in_turn, view_units, multiply_values):
         monkeypatch.setattr(tensor_core, function.__name__, function)
     monkeypatch.setattr(latent_products, "multiply_latents", multiply_latents)
-    monkeypatch.setattr(by_thread, "gather", gather)
+    for of_threads in (gather, same_in_warp, publish):
+        monkeypatch.setattr(by_thread, of_threads.__name__, of_threads)
 
     def then_see(role: str, see: Callable[[LatentPipeline, Any], None]) -> None:
         work = getattr(latent, role)

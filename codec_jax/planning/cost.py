@@ -140,7 +140,7 @@ class CostModel:
         return self.dtype == _ONE_BYTE
 
     def of_one_byte(self) -> CostModel:
-        """Return costs over pages of one byte a number, given those of 16 bits: half as much to read, as much to compute.
+        """Return costs over pages of one byte, given those of 16 bits: half as much to read, as much to compute.
 
         >>> from codec_jax.planning.cost import HeadLayout
         >>> model = CostModel.roofline(HeadLayout(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16))

@@ -172,8 +172,6 @@ def make_plan(
     model = CostModel.default(layout, values_in_keys=in_keys) if cost_model is None else cost_model
     checks.instance("cost_model", model, CostModel)
     model.check_layout(layout)
-    if heads.kv_dtype.itemsize == 1 and not in_keys:
-        model = model.of_one_byte()
 
     longest = max_lengths(forest, steps)
     parts, subsets = [], [subset] if homes is None else [homes.subset(device) for device in range(homes.devices)]
@@ -187,7 +185,10 @@ def make_plan(
     estimates = [work.estimate(model) for _, _, work in parts]
     reads_again = grid.min_wide_tokens == math.inf  # tiles that may not share segments
     if num_ctas is None and policy == ALIGNED and (tiling.in_step or reads_again):
+        # By costs of 16 bits for pages of one byte, too: so it was measured.
         grid = grid._replace(num_ctas=thread_blocks(grid.num_ctas, grid.num_kv_heads, estimates))
+    if heads.kv_dtype.itemsize == 1 and not in_keys:
+        estimates = [work.estimate(model.of_one_byte()) for _, _, work in parts]
     num_blocks = max(int(work.block_ptr[-1]) for _, _, work in parts)
     if block_capacity is None:
         capacity = max(_block_capacity(forest, *part, grid, subsets[0]) for part in parts)

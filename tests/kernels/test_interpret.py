@@ -172,6 +172,18 @@ def test_pages_of_one_byte_are_attended_as_what_they_mean(
     assert RACE not in capsys.readouterr().out
 
 
+def test_rows_have_no_reference_of_keys_that_they_do_not_see(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first block of either lane is another request's, and the second one's query is made for its keys."""
+    heads, forest = Heads(2, 1, 128), Forest.from_nodes([-1, -1], [256, 300], [0, 1])
+    plan = plan_of(forest, heads, num_ctas=1, block_capacity=0)
+    arrays = Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=40, kv_dtype=jnp.float8_e4m3fn)
+    page, place = np.divmod(forest.context_slots(0), forest.page_size)
+    away = 4.0 * arrays.query[1, 0, 0].astype(jnp.float32)  # scores of 45: weights of its own keys would be 0
+    arrays = arrays._replace(key_pages=arrays.key_pages.at[page, place, 0].set(away.astype(jnp.float8_e4m3fn)))
+    check(arrays, forest, plan)
+    assert RACE not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("kv_dtype", "most", "requests", "softcap"),
     [(jnp.bfloat16, 600.0, 10, None), (jnp.bfloat16, 30.0, 10, 20.0), (jnp.float8_e4m3fn, 16.0, 10, None),
