@@ -14,7 +14,6 @@ from simulator import (
     in_turn,
     multiply,
     multiply_values,
-    publish,
     query_scratch,
     query_tile,
     query_views,
@@ -36,7 +35,7 @@ def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     for function in (query_scratch, query_views, in_turn, view_units, multiply_values):
         monkeypatch.setattr(tensor_core, function.__name__, function)
     monkeypatch.setattr(latent_products, "multiply_latents", multiply_latents)
-    for of_threads in (gather, same_in_warp, publish):
+    for of_threads in (gather, same_in_warp):
         monkeypatch.setattr(by_thread, of_threads.__name__, of_threads)
 
     def then_see(role: str, see: Callable[[LatentPipeline, Any], None]) -> None:

@@ -88,6 +88,10 @@ CASES = {
         Tree([-1, 0, 0, 0], [150, 3, 20, 0], [3, 1, 2]), Heads(8, 1, 64), query_tokens=3, requests=4, wide=True, grain=4
     ),
     "seven q heads, row by row": Case(SIX, Heads(7, 1, 64), page_size=8, grain=4),
+    # Tokens 0 and 32 of its masked block have the same readers, and others behind them have none.
+    "a chain of nodes that end within pages": Case(
+        Tree([-1, 0, 1, 2, 0], [64, 5, 21, 20, 9], [3, 4]), Heads(2, 1, 128), num_ctas=1, block_tokens=64
+    ),
     "a stream for many thread blocks": Case(SIX, Heads(4, 1, 128), num_ctas=4, grain=0),
     "some streams": Case(SIX, Heads(4, 2, 128), num_ctas=4, grain=2),
     "more streams": Case(TREE, Heads(3, 1, 64), num_ctas=3, grain=3),
