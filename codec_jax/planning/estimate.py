@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
     model: CostModel
     block_tokens: int
     stall: float = 1.0  # share of the wait for memory that shows: at 1 each thread block reads its own
-    token_masked: float = 1.0  # share of the masked blocks that are masked by token; a mask by row costs nothing
+    token_masked: float = 1.0  # share of the masked blocks that cost what a mask by token does; other masks are free
     arithmetic: float = 0.0  # time of the arithmetic of all blocks over that of reading them
 
     @classmethod

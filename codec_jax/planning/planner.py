@@ -352,6 +352,7 @@ def _work(forest: Forest, streams: Streams, runs: Runs, grid: Grid) -> Work:
         block_tokens=grid.pages_per_block * grid.page_tokens,
         num_kv_heads=grid.num_kv_heads,
         token_masked=min((num_blocks - uniform) / masked, 1.0) if masked else 1.0,
+        masked_nodes=int(streams.masked.sum()) / masked if masked else 0.0,
     )
 
 

@@ -8,6 +8,10 @@ from jaxtyping import Bool, Int
 from codec_jax.planning.cost import CostModel
 from codec_jax.planning.estimate import Estimate
 
+#: With one byte a number rows take a while to begin with a node: for each, so many blocks that are masked by row count as
+#: if by token. Beside wide segments, with which less is read at a time, it does not show: so it was measured.
+_BLOCKS_OF_NODE = 7.0
+
 
 class Work(NamedTuple):
     """The blocks of all streams, and who works on them."""
@@ -19,6 +23,7 @@ class Work(NamedTuple):
     block_tokens: int
     num_kv_heads: int
     token_masked: float = 1.0  # share of the masked blocks that are masked by token
+    masked_nodes: float = 0.0  # nodes in the masked blocks, for each of these; counted in each stream
 
     @property
     def blocks(self) -> Int[np.ndarray, " streams"]:
@@ -34,8 +39,9 @@ class Work(NamedTuple):
         """Return what blocks and segments cost beside each other."""
         kinds = (self.unmasked, self.blocks - self.unmasked)
         blocks = np.array([[kind[which].sum() for kind in kinds] for which in (~self.wide, self.wide)], float)
-        # With one byte a number arithmetic decides, and masks by row cost something, too.
-        share = 1.0 if model.is_one_byte else self.token_masked
+        share = self.token_masked
+        if model.is_one_byte and not self.wide.any():
+            share = max(share, min(_BLOCKS_OF_NODE * self.masked_nodes, 1.0))
         return Estimate.of(model, self.block_tokens, blocks, self.unique, share)
 
 

@@ -42,8 +42,8 @@ _ONE_BYTE = {
 #: Heads whose output takes the registers of two warpgroups, so that a segment has one tile: see `long_heads`.
 LONG = {(512, 512): Block(64, 1)}
 #: What is much, in KV tokens for each thread block. Tokens that another tile reads again wait for no memory, so that
-#: arithmetic decides sooner.
-_MUCH = (4096, 512)
+#: arithmetic decides sooner; and so it does with one byte a number.
+_MUCH, _MUCH_ONE_BYTE = (4096, 512), (2048, 512)
 #: Two tiles that share segments read less, but begin more segments, for more rows: with less to read than this, by all
 #: tiles of a thread block, each is faster alone. What is read again counts less: it comes from the L2 cache.
 _WIDE, _AGAIN = 2200, 0.8
@@ -71,7 +71,7 @@ def tiling(heads: Heads, device: jax.Device) -> Tiling:
         tile_rows,
         _LANES,
         (little.tokens, much.tokens),
-        _MUCH,
+        _MUCH_ONE_BYTE if is_one_byte else _MUCH,
         wide=_WIDE_ONE_BYTE[columns[0]] if is_one_byte else _WIDE,
         again=_AGAIN,
         in_step=not (is_one_byte and columns[0] in _OUT_OF_STEP),

@@ -58,6 +58,31 @@ def test_for_one_byte_a_number_tiles_share_segments_and_all_thread_blocks_work_w
     assert (num_wide(asked), asked.num_ctas) == (0, 128)
 
 
+@pytest.mark.parametrize(
+    ("forest", "blocks", "masks"),
+    [
+        # With 16 bits and with 8: blocks, and the masks that count. By token those do; seven for each node with 8 bits.
+        (shared_root(65_536, 8, 1024), (128, 128), (0, 7 / 8)),
+        (shared_root(65_536, 8, 896), (128, 128), (0, 1)),
+        (shared_root(65_536, 8, 4096), (128, 128), (0, 7 / 32)),
+        (shared_root(65_536, 8, 4090), (128, 128), (1 / 32, 7 / 32)),  # the last page of each is not full
+        (Forest.from_nodes([-1] * 8, [16_384] * 8, range(8)), (128, 128), (0, 7 / 128)),
+        (Forest.from_nodes([-1] * 8, [16_383] * 8, range(8)), (128, 128), (1 / 128, 7 / 128)),
+        (shared_root(32_768, 64, 1024), (128, 128), (0, 0)),  # two tiles share segments
+        (shared_root(32_768, 16, 1024), (64, 128), (0, 7 / 8)),
+        (shared_root(4096, 16, 256), (64, 64), (0, 1)),
+    ],
+)
+def test_for_one_byte_a_number_blocks_are_longer_and_nodes_take_a_while_to_begin(
+    forest: Forest, blocks: tuple[int, int], masks: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, H200)
+    for kv_dtype, block_tokens, expected in zip((None, FLOAT8), blocks, masks, strict=True):
+        plan = make_plan(forest, **SIZES, kv_dtype=kv_dtype)
+        assert plan.arrays.block_tokens == block_tokens
+        assert plan.host.estimates[0].token_masked == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("device", [H200, A100, None], ids=["H200", "A100", "CPU"])
 def test_the_default_is_a_dtype_of_16_bits_whichever_it_is(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if device is not None:
