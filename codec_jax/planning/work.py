@@ -8,8 +8,8 @@ from jaxtyping import Bool, Int
 from codec_jax.planning.cost import CostModel
 from codec_jax.planning.estimate import Estimate
 
-#: With one byte a number rows take a while to begin with a node: for each, so many blocks that are masked by row count as
-#: if by token. Beside wide segments, with which less is read at a time, it does not show: so it was measured.
+#: With one byte a number rows take a while to begin with a node: for each, so many blocks with a mask by row count as
+#: masked by token. Beside wide segments, with which less is read at a time, it does not show: so it was measured.
 _BLOCKS_OF_NODE = 7.0
 
 

@@ -43,7 +43,7 @@ _ONE_BYTE = {
 LONG = {(512, 512): Block(64, 1)}
 #: What is much, in KV tokens for each thread block. Tokens that another tile reads again wait for no memory, so that
 #: arithmetic decides sooner; and so it does with one byte a number.
-_MUCH, _MUCH_ONE_BYTE = (4096, 512), (2048, 512)
+_MUCH, _MUCH_ONE_BYTE = (4096, 512), (1536, 512)
 #: Two tiles that share segments read less, but begin more segments, for more rows: with less to read than this, by all
 #: tiles of a thread block, each is faster alone. What is read again counts less: it comes from the L2 cache.
 _WIDE, _AGAIN = 2200, 0.8
