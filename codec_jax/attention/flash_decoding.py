@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, overload
 
 import jax
@@ -241,6 +241,9 @@ def _descale(name: str, given: Any, k_cache: Array, batch: int) -> Float[Array, 
     if factors is None or factors.shape not in ((), shape):
         got = f"{given!r:.100}" if factors is None else factors.shape
         raise ValueError(f"{name}: expected a number, or one for each row and kv head {shape}, got {got}")
+    # What a device has is not fetched to be looked at.
+    if not isinstance(given, jax.Array) and not np.isfinite(np.asarray(given, np.float32)).all():
+        raise ValueError(f"{name}: expected finite factors, got {given!r:.100}")
     return jnp.broadcast_to(factors, shape)
 
 
@@ -249,6 +252,8 @@ def _window(
 ) -> tuple[bool, Window | None]:
     """Return whether query tokens are causal, and their window. Raises ValueError for bounds that are not supported."""
     try:
+        if isinstance(window_size, Set | Mapping):  # these could be taken apart, but have no left and right
+            raise TypeError
         left, right = (-1, -1) if window_size is None else window_size
     except (TypeError, ValueError):
         raise ValueError(

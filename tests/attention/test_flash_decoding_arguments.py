@@ -162,6 +162,13 @@ def test_more_rows_without_causal_than_a_tile_can_count_are_refused_by_what_the_
     [
         ({"window_size": 5}, r"^window_size: expected two integers, .*got 5"),
         ({"window_size": (1, 2, 3)}, r"^window_size: expected two integers, .*got \(1, 2, 3\)"),
+        (
+            {"window_size": {"left": 8, "right": 0}},
+            r"^window_size: expected two integers, .*got \{'left': 8, 'right': 0\}",
+        ),
+        ({"window_size": {8: 0, 0: 0}}, r"^window_size: expected two integers, .*got \{8: 0, 0: 0\}"),
+        ({"window_size": {8, 0}}, r"^window_size: expected two integers, .*got \{"),
+        ({"window_size": np.array(8)}, r"^window_size: expected two integers, .*got array\(8\)"),
         ({"softcap": np.ones(2)}, r"^softcap: expected a finite number, got array"),
         ({"softcap": -1.0}, r"^softcap: expected a positive number or None, got -1.0"),
         ({"implementation": "fast"}, r"^implementation: expected .*got 'fast'"),
@@ -277,6 +284,14 @@ WRONG = {
         {"k_descale": "a"} | {name: x.astype("float8_e4m3fn") for name, x in arrays()._asdict().items() if name != "q"},
         r"^k_descale: expected a number, or one for each row and kv head \(5, 2\), got 'a'",
     ),
+    **{
+        f"{kind} that is not finite": (
+            {name: x.astype("float8_e4m3fn") for name, x in arrays()._asdict().items() if name != "q"}
+            | {"v_descale": factor},
+            r"^v_descale: expected finite factors, got .*(nan|inf)",
+        )
+        for kind, factor in (("a factor", np.nan), ("an array", np.full((5, 2), np.inf)), ("a list", [[1, np.nan]] * 5))
+    },
     "factors of rows of several lengths": (
         {"q_descale": [[1], [1, 2]]}, r"^q_descale: expected rows of one length, got rows of several"
     ),
