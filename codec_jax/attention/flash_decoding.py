@@ -241,9 +241,9 @@ def _descale(name: str, given: Any, k_cache: Array, batch: int) -> Float[Array, 
     if factors is None or factors.shape not in ((), shape):
         got = f"{given!r:.100}" if factors is None else factors.shape
         raise ValueError(f"{name}: expected a number, or one for each row and kv head {shape}, got {got}")
-    # What a device has is not fetched to be looked at.
-    if not isinstance(given, jax.Array) and not np.isfinite(np.asarray(given, np.float32)).all():
-        raise ValueError(f"{name}: expected finite factors, got {given!r:.100}")
+    if not isinstance(given, jax.Array):  # what a device has is not fetched to be looked at
+        held = np.broadcast_to(np.asarray(given, np.float32), shape)
+        checks.each(name, held, np.isfinite(held), "finite factors")
     return jnp.broadcast_to(factors, shape)
 
 
