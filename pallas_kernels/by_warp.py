@@ -15,6 +15,8 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from pallas_kernels.row_registers import broadcast_rows
+
 
 def any_above(numbers: jax.Array, limit: float) -> jax.Array:
     """Say of each warp whether one of its numbers, [64, columns], is above a limit, by 1 or 0; NaN is not."""
@@ -34,6 +36,11 @@ def any_above(numbers: jax.Array, limit: float) -> jax.Array:
         return mgpu.FragmentedArray.splat(arith.extui(word, found), (), is_signed=True)
 
     return vote(numbers)
+
+
+def any_row(rows: jax.Array) -> jax.Array:
+    """Say of each warp whether one of its rows is, of flags [64], by 1 or 0."""
+    return any_above(broadcast_rows(jnp.where(rows, 1.0, 0.0), 8), 0.5)
 
 
 def fold_columns(combine: Callable[[Any, Any], Any], numbers: jax.Array) -> jax.Array:

@@ -12,12 +12,13 @@ from jax import lax
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import latent_products, tensor_core
 from pallas_kernels.hopper.latent_pipeline import HALF, LatentPipeline
-from pallas_kernels.hopper.pac_mask import clear_other_rows, mask_scores, readers_of_warps
+from pallas_kernels.hopper.pac_cap import capped
+from pallas_kernels.hopper.pac_mask import cap_and_mask, clear_other_rows, readers_of_warps
 from pallas_kernels.hopper.pac_pipeline import LaneWork
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.plan_format import Segment
 from pallas_kernels.row_registers import all_rows, broadcast_rows, filled
-from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, tanh
+from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX
 
 
 class _State(NamedTuple):
@@ -97,10 +98,10 @@ def _score_block(pipeline: LatentPipeline, lane: LaneWork, i: jax.Array, state: 
     # to block, in registers that it does not have; that numbers of blocks are not negative, it does not know.
     scores = latent_products.multiply_latents(pipeline, stage, number >> 31)  # [64, block]
     pipeline.release_keys(stage)
-    scores = scores if sizes.cap_factor is None else tanh(scores * sizes.cap_factor)
-    visible = all_rows()
     if masked:
-        visible, scores, _ = mask_scores(pipeline, lane, stage, readers, scores)
+        visible, scores, _ = cap_and_mask(pipeline, lane, stage, readers, scores)
+    else:
+        visible, scores = all_rows(), capped(sizes, scores, None, apart=False)
     block_max = jnp.where(visible, scores.max(axis=1) * sizes.factor, MASK_VALUE)  # [64]
     row_max = jnp.maximum(jnp.maximum(state.max, block_max), MIN_ROW_MAX)
     alpha = jnp.exp2(state.max - row_max)

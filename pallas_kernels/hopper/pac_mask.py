@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.by_thread import WARP
 from pallas_kernels.compat import load
-from pallas_kernels.hopper import row_positions
+from pallas_kernels.hopper import pac_cap, row_positions
 from pallas_kernels.hopper.pac_pipeline import UNIFORM_READERS, LaneWork, Pipeline
 from pallas_kernels.packing import TILE_ROWS
 from pallas_kernels.row_registers import all_rows, broadcast_rows, over_rows
@@ -26,32 +26,36 @@ def readers_of_warps(pipeline: Pipeline, stage: jax.Array) -> tuple[jax.Array, .
     return tuple(pipeline.refs.mask[stage, 0, token] for token in range(0, sizes.block, WARP))
 
 
-def mask_scores(
-    pipeline: Pipeline, lane: LaneWork, stage: jax.Array, readers: tuple[jax.Array, ...], scores: jax.Array
+def cap_and_mask(
+    pipeline: Pipeline, lane: LaneWork, stage: jax.Array, readers: tuple[jax.Array, ...], products: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the rows that may see the block, scores lowered where such a row does not see a token, and a flag.
+    """Return the rows that may see the block, capped products, and a flag.
 
-    The flag says that the rows that may see the block see all of it.
+    Products are lowered where such a row does not see a token. The flag says that these rows see all of the block.
 
     Where all tokens have the same readers, as in most blocks of a long leaf, nothing needs to be done by token.
     `readers` are those of `readers_of_warps`.
     """
-    by_token = functools.partial(_mask_by_token, pipeline, lane, stage)
-    if not readers:
-        return all_rows(), by_token(scores), jnp.bool_(False)
+    sizes = pipeline.sizes
 
-    def uniform(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_token(products: jax.Array) -> jax.Array:
+        return _mask_by_token(pipeline, lane, stage, pac_cap.capped(sizes, products, lane.row_scale, apart=True))
+
+    if not readers:
+        return all_rows(), by_token(products), jnp.bool_(False)
+
+    def uniform(products: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
         visible = is_reader(row + _first_row(pipeline, lane), *unpack_readers(readers[0] & ~UNIFORM_READERS))  # [64]
-        # Scores stay as they are: were both branches to select, the compiler would join them and keep, in registers
-        # that it does not have, one predicate for each score.
-        return visible, scores
+        # None is lowered: were both branches to select, the compiler would join them and keep, in registers that it
+        # does not have, one predicate for each score.
+        return visible, pac_cap.capped_where_seen(sizes, products, lane.row_scale, visible)
 
-    def mixed(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return all_rows(), by_token(scores)
+    def mixed(products: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return all_rows(), by_token(products)
 
     same = functools.reduce(operator.and_, (word == readers[0] for word in readers), readers[0] & UNIFORM_READERS != 0)
-    return *lax.cond(same, uniform, mixed, scores), same
+    return *lax.cond(same, uniform, mixed, products), same
 
 
 def _mask_by_token(pipeline: Pipeline, lane: LaneWork, stage: jax.Array, scores: jax.Array) -> jax.Array:

@@ -12,24 +12,28 @@ second try where weights overflow, are in FlashDecoding++ (https://arxiv.org/abs
 
 import functools
 import operator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import by_warp
+from pallas_kernels.hopper import pac_cap
 from pallas_kernels.hopper.pac_mask import clear_other_rows
 from pallas_kernels.hopper.pac_pipeline import Sizes
 from pallas_kernels.packing import TILE_ROWS
-from pallas_kernels.row_registers import broadcast_rows, filled, over_rows
-from pallas_kernels.softmax import MASK_VALUE, MIN_ROW_MAX, TANH_TO_POWER, scaled_tanh_below_1
+from pallas_kernels.row_registers import all_rows, broadcast_rows, filled, over_rows
+from pallas_kernels.softmax import FEW_TERMS, MASK_VALUE, MIN_ROW_MAX, tanh_over
 
 #: By reference, weights are added up by columns 8 apart, which threads do by themselves.
 _SUMS = 8
 #: Far above 1: a sum of weights for which a row takes a new reference. Float16 has room for 64 times as much.
 _FAR = 1024.0
+
+#: Scores of a block: products or others [64, block], and a factor, by number, by row or by score.
+_Try = Callable[[], tuple[jax.Array, float | jax.Array]]
 
 
 class State(NamedTuple):
@@ -58,41 +62,9 @@ def init_state(sizes: Sizes, by_reference: bool) -> State:
     )
 
 
-def capped(
-    sizes: Sizes, products: jax.Array, row_scale: jax.Array | None, masked: bool
-) -> tuple[jax.Array, float | jax.Array]:
-    """Return products [64, block], capped if scores are, and their factor: a number, or one of each row.
-
-    Those that will be masked may be NaN, which must not become that of others. Four together are rounded otherwise than
-    each by itself.
-    """
-    factor: float | jax.Array = sizes.factor if sizes.cap_factor is None else sizes.cap_factor * TANH_TO_POWER
-    factor = factor if row_scale is None else factor * row_scale
-    if sizes.cap_factor is None:
-        return products, factor
-    # From 2**26 on tanh is 1 in float32, and four such numbers still have a product.
-    power = jnp.exp2(jnp.minimum(_scaled(products, factor), 26.0))
-    return 1.0 - 2.0 * by_warp.reciprocals(1.0 + power, apart=masked or sizes.invariant), sizes.factor
-
-
-def capped_where_wide(sizes: Sizes, products: jax.Array) -> tuple[jax.Array, float | jax.Array]:
-    """Do as `capped` for blocks of wide segments, which have no mask, and of 16 bits.
-
-    There, arithmetic decides. Where no score of a warp is above the cap, tanh is made of products. Warps have rows of
-    several requests, so with `sizes.invariant` it never is.
-    """
-    if sizes.cap_factor is None or sizes.invariant:
-        return capped(sizes, products, None, masked=False)
-    cap_factor = sizes.cap_factor
-
-    def near(products: jax.Array) -> jax.Array:
-        return scaled_tanh_below_1(products, cap_factor, sizes.factor)
-
-    def far(products: jax.Array) -> jax.Array:
-        return sizes.factor * capped(sizes, products, None, masked=False)[0]
-
-    most = by_warp.fold_columns(arith.maxnumf, jnp.abs(products))  # [64, 8]
-    return lax.switch(by_warp.any_above(most, 1.0 / cap_factor), [near, far], products), 1.0
+def score_factor(sizes: Sizes, row_scale: jax.Array | None) -> float | jax.Array:
+    """Return what makes scores of products, capped ones if scores are: a number, or one of each row, [64]."""
+    return sizes.factor if row_scale is None or sizes.cap_factor is not None else sizes.factor * row_scale
 
 
 def add_block(sizes: Sizes, state: State, scores: Scores, is_new: jax.Array) -> tuple[jax.Array, State]:
@@ -113,8 +85,7 @@ def are_new(sizes: Sizes, state: State, visible: jax.Array) -> jax.Array:
     """Say of each warp whether its rows that see a block, [64], if there are any, have seen nothing yet."""
     if not sizes.by_reference:
         return jnp.bool_(False)  # which makes no difference
-    is_old = visible & (state.reference > MIN_ROW_MAX)
-    return by_warp.any_above(broadcast_rows(jnp.where(is_old, 1.0, 0.0), _SUMS), 0.5) == 0
+    return by_warp.any_row(visible & (state.reference > MIN_ROW_MAX)) == 0
 
 
 def row_sum(state: State) -> jax.Array:
@@ -136,9 +107,42 @@ def _add_exactly(sizes: Sizes, state: State, scores: Scores) -> tuple[jax.Array,
 
 def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_new: jax.Array) -> tuple[jax.Array, State]:
     """Do as `add_block`, by reference whatever the sizes say."""
-    products, factor, visible, _ = scores
 
-    def relative_to(reference: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def same() -> tuple[jax.Array, float | jax.Array]:
+        return scores.products, scores.factor
+
+    return _add_in_two_tries(sizes, state, scores, is_new, same, same)
+
+
+def add_where_wide(sizes: Sizes, state: State, products: jax.Array, is_new: jax.Array) -> tuple[jax.Array, State]:
+    """Do as `add_block` for products of a wide segment, which have no mask and pages of 16 bits, by reference.
+
+    There, arithmetic decides. So the first try takes all capped scores for small ones, and a warp that has others
+    skips it.
+    """
+    scores, cap_factor = Scores(products, sizes.factor, visible=all_rows(), value_scale=None), sizes.cap_factor
+    if cap_factor is None or sizes.invariant:
+        scores = scores._replace(products=pac_cap.capped(sizes, products, None, apart=False))
+        return add_by_reference(sizes, state, scores, is_new)
+    most = pac_cap.greatest(products)  # [64, 8]
+
+    def of_small() -> tuple[jax.Array, float | jax.Array]:
+        return products, tanh_over(products, cap_factor, FEW_TERMS, sizes.factor)
+
+    def of_any() -> tuple[jax.Array, float | jax.Array]:
+        return pac_cap.scores(sizes, cap_factor, products, most), 1.0
+
+    is_new |= pac_cap.is_beyond(FEW_TERMS, cap_factor, most) == 1
+    return _add_in_two_tries(sizes, state, scores, is_new, of_small, of_any)
+
+
+def _add_in_two_tries(
+    sizes: Sizes, state: State, scores: Scores, skip: jax.Array, first: _Try, second: _Try
+) -> tuple[jax.Array, State]:
+    """Add a block by the reference so far, or where weights are far above 1, or with `skip`, by their maximum."""
+    visible = scores.visible
+
+    def relative_to(reference: jax.Array, products: jax.Array, factor: Any) -> tuple[jax.Array, jax.Array]:
         weights = jnp.exp2(_scaled(products, factor) - broadcast_rows(reference, sizes.block))  # [64, block]
         sums = functools.reduce(operator.add, (weights[:, at : at + _SUMS] for at in range(0, sizes.block, _SUMS)))
         sums = jnp.where(broadcast_rows(visible, _SUMS), sums, 0.0)  # [64, 8]
@@ -152,17 +156,18 @@ def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_new: jax.Arr
         return weights, state._replace(sums=state.sums + sums)
 
     def renew(state: State, _: jax.Array, sums: jax.Array) -> tuple[jax.Array, State]:
+        products, factor = second()
         row_max = jnp.maximum(state.reference, products.max(axis=1) * factor)  # [64]
         is_near = sums.max(axis=1) <= _FAR  # not so of NaN
         reference = jnp.where(is_near, state.reference, row_max)
         alpha = jnp.exp2(state.reference - reference)
-        weights, sums = relative_to(reference)
+        weights, sums = relative_to(reference, products, factor)
         accs = [acc * broadcast_rows(alpha, sizes.acc_columns) for acc in state.accs]
         return weights, State(accs, reference, state.sums * broadcast_rows(alpha, _SUMS) + sums)
 
     # Rows that have seen nothing have no reference worth a try. Weights that are NaN are as they would be by any other:
     # rows of no request, which may hold anything, do not make a tile add every block twice.
-    weights, sums = lax.cond(is_new, unknown, relative_to, state.reference)
+    weights, sums = lax.cond(skip, unknown, lambda reference: relative_to(reference, *first()), state.reference)
     is_far = by_warp.any_above(sums, _FAR)
     return lax.switch(is_far, [keep, renew], state, weights, sums)
 
@@ -174,5 +179,7 @@ def _rounded(sizes: Sizes, scores: Scores, weights: jax.Array) -> jax.Array:
 
 
 def _scaled(products: jax.Array, factor: float | jax.Array) -> jax.Array:
-    """Multiply [64, block] by a number, or by one of each row."""
-    return products * (factor if isinstance(factor, float) else broadcast_rows(factor, products.shape[1]))
+    """Multiply [64, block] by a number, by one of each row, or by as many."""
+    if isinstance(factor, float) or factor.shape == products.shape:
+        return products * factor
+    return products * broadcast_rows(factor, products.shape[1])

@@ -18,9 +18,9 @@ from jax import lax
 
 from pallas_kernels.hopper import pac_softmax, tensor_core
 from pallas_kernels.hopper.pac_pipeline import LaneWork, Pipeline, Sizes
-from pallas_kernels.hopper.pac_softmax import Scores, State
+from pallas_kernels.hopper.pac_softmax import State
 from pallas_kernels.packing import TILE_ROWS
-from pallas_kernels.row_registers import all_rows, filled
+from pallas_kernels.row_registers import filled
 
 
 def serves(sizes: Sizes) -> bool:
@@ -49,9 +49,7 @@ def add_blocks(pipeline: Pipeline, lane: LaneWork, count: jax.Array) -> State:
 
     def step(j: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state, products = carry
-        products, factor = pac_softmax.capped_where_wide(sizes, products)
-        scores = Scores(products, factor, visible=all_rows(), value_scale=None)
-        weights, state = pac_softmax.add_by_reference(sizes, state, scores, j == 0)  # [64, block]
+        weights, state = pac_softmax.add_where_wide(sizes, state, products, j == 0)  # [64, block]
         number, following = lane.number(j), lane.number(jnp.minimum(j + 1, count - 1))
         stage, next_stage = pipeline.stage(number), pipeline.stage(following)
         plgpu.barrier_wait(pipeline.values_full(segment, number))

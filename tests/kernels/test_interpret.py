@@ -191,7 +191,7 @@ def test_rows_have_no_reference_of_keys_that_they_do_not_see(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("kv_dtype", "most", "requests", "softcap"),
     [(jnp.bfloat16, 600.0, 10, None), (jnp.bfloat16, 30.0, 10, 20.0), (jnp.float8_e4m3fn, 16.0, 10, None),
-     (jnp.float8_e4m3fn, 16.0, 2, None)],
+     (jnp.float8_e4m3fn, 16.0, 2, None), (jnp.float8_e4m3fn, 16.0, 10, 12.0)],
 )  # fmt: skip
 def test_scores_may_rise_and_fall_along_a_context(
     kv_dtype: Any, most: float, requests: int, softcap: float | None, capsys: pytest.CaptureFixture[str]
@@ -244,11 +244,12 @@ def test_tanh_is_exact_but_for_a_millionth_and_keeps_what_is_not_finite() -> Non
     assert np.isnan(softmax.tanh(jnp.float32(np.nan)))
 
 
+@pytest.mark.parametrize("polynomial", [softmax.FEW_TERMS, softmax.MORE_TERMS], ids=["few terms", "more terms"])
 @pytest.mark.parametrize("factor", [1.77e-3, 1.0, 3e-7, 3e6])
-def test_scaled_tanh_of_what_is_below_1_is_exact_but_for_3_millionths(factor: float) -> None:
-    x = np.concatenate([np.linspace(-1, 1, 4001), [1e-20, -1e-30]])
+def test_tanh_by_a_polynomial_is_exact_but_for_3_millionths(factor: float, polynomial: softmax.TanhTerms) -> None:
+    x = np.concatenate([np.linspace(-polynomial.bound, polynomial.bound, 4001), [1e-20, -1e-30]])
     products = (x / factor).astype(np.float32)
-    got = softmax.scaled_tanh_below_1(jnp.asarray(products), factor, 72.0)
+    got = products * softmax.tanh_over(jnp.asarray(products), factor, polynomial, 72.0)
     np.testing.assert_allclose(got, 72.0 * np.tanh(products.astype(np.float64) * factor), rtol=0, atol=72.0 * 3.2e-6)
 
 
