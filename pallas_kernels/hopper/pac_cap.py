@@ -24,7 +24,7 @@ def capped(sizes: Sizes, products: jax.Array, row_scale: jax.Array | None, apart
     if sizes.cap_factor is None:
         return products
     # From 2**26 on tanh is 1 in float32, and four such numbers still have a product.
-    power = jnp.exp2(jnp.minimum(_of_row(products, row_scale) * (sizes.cap_factor * TANH_TO_POWER), 26.0))
+    power = jnp.exp2(jnp.minimum(of_row(products, row_scale) * (sizes.cap_factor * TANH_TO_POWER), 26.0))
     return 1.0 - 2.0 * by_warp.reciprocals(1.0 + power, apart=apart or sizes.invariant)
 
 
@@ -36,7 +36,7 @@ def capped_where_seen(sizes: Sizes, products: jax.Array, row_scale: jax.Array | 
     cap_factor = sizes.cap_factor
     if cap_factor is None:
         return products
-    products = _of_row(products, row_scale)
+    products = of_row(products, row_scale)
 
     def by_powers(products: jax.Array) -> jax.Array:
         return capped(sizes, products, None, apart=False)
@@ -73,7 +73,7 @@ def is_beyond(polynomial: TanhTerms, cap_factor: float, most: jax.Array) -> jax.
     return by_warp.any_above(most, polynomial.bound / cap_factor)
 
 
-def _of_row(products: jax.Array, row_scale: jax.Array | None) -> jax.Array:
+def of_row(products: jax.Array, row_scale: jax.Array | None) -> jax.Array:
     """Return products [64, block] times what scales their row, [64], if rows are scaled."""
     return products if row_scale is None else products * broadcast_rows(row_scale, products.shape[1])
 

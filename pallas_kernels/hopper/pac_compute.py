@@ -11,12 +11,20 @@ from jax import lax
 
 from pallas_kernels.compat import load
 from pallas_kernels.hopper import pac_wide, tensor_core
-from pallas_kernels.hopper.pac_cap import capped
 from pallas_kernels.hopper.pac_mask import cap_and_mask, readers_of_warps
 from pallas_kernels.hopper.pac_pipeline import LANES, LaneWork, Pipeline
-from pallas_kernels.hopper.pac_softmax import Scores, State, add_block, are_new, init_state, row_sum, score_factor
+from pallas_kernels.hopper.pac_softmax import (
+    Scores,
+    State,
+    add_masked,
+    add_unmasked,
+    are_new,
+    init_state,
+    row_sum,
+    score_factor,
+)
 from pallas_kernels.plan_format import Segment
-from pallas_kernels.row_registers import all_rows, broadcast_rows, over_rows
+from pallas_kernels.row_registers import broadcast_rows, over_rows
 
 
 class _Partial(NamedTuple):
@@ -105,14 +113,16 @@ def _step(pipeline: Pipeline, lane: LaneWork, j: jax.Array, state: State, masked
     _release(segment, refs.keys_free.at[stage])
     key_scale = pipeline.key_scale(stage)
     products = products if key_scale is None else products * over_rows(key_scale)
-    visible, is_new = all_rows(), j == 0
+    row_scale, value_scale = lane.row_scale, pipeline.value_scale(stage)
     if masked:
         visible, products, by_row = cap_and_mask(pipeline, lane, stage, readers, products)
-        is_new |= by_row & are_new(sizes, state, visible)
+        is_new = (j == 0) | by_row & are_new(sizes, state, visible)
+        scores = Scores(products, score_factor(sizes, row_scale), visible, value_scale)
+        weights, state = add_masked(sizes, state, scores, is_new)
     else:
-        products = capped(sizes, products, lane.row_scale, apart=False)
-    scores = Scores(products, score_factor(sizes, lane.row_scale), visible, pipeline.value_scale(stage))
-    weights, state = add_block(sizes, state, scores, is_new)
+        weights, state = add_unmasked(
+            sizes, state, products, row_scale, value_scale, is_new=j == 0, by_reference=sizes.by_reference
+        )
     plgpu.barrier_wait(pipeline.values_full(segment, number))
     values = pipeline.values(number, stage)
     accs = tensor_core.multiply_values(pipeline, state.accs, weights, values)  # [64, columns] each

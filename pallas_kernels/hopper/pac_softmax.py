@@ -2,7 +2,7 @@
 
 Weights of a row are relative to a number, its reference, and any will do that lets none overflow, as outputs and sums
 are divided by each other in the end. `_add_exactly` takes the maximum so far: weights wait for the maximum of their
-block, and what is added up already is scaled for every block. `add_by_reference` keeps a reference until a block has
+block, and what is added up already is scaled for every block. `_add_by_reference` keeps a reference until a block has
 weights far above 1, and adds that block again, by its maximum. Weights follow the scores at once then, and
 accumulators are left alone. A row takes a new reference for its own scores alone, never for those of other rows.
 
@@ -67,18 +67,47 @@ def score_factor(sizes: Sizes, row_scale: jax.Array | None) -> float | jax.Array
     return sizes.factor if row_scale is None or sizes.cap_factor is not None else sizes.factor * row_scale
 
 
-def add_block(sizes: Sizes, state: State, scores: Scores, is_new: jax.Array) -> tuple[jax.Array, State]:
+def add_masked(sizes: Sizes, state: State, scores: Scores, is_new: jax.Array) -> tuple[jax.Array, State]:
     """Return a block's weights [64, block], rounded, and the state without their products with values.
 
     Args:
       sizes: of the kernel; they say which way.
       state: so far.
-      scores: those of the block.
+      scores: those of the block, capped.
       is_new: whether the rows of a warp that see the block have seen nothing yet.
     """
-    if sizes.by_reference:
-        return add_by_reference(sizes, state, scores, is_new)
-    return _add_exactly(sizes, state, scores)
+    return (_add_by_reference if sizes.by_reference else _add_exactly)(sizes, state, scores, is_new)
+
+
+def add_unmasked(
+    sizes: Sizes,
+    state: State,
+    products: jax.Array,
+    row_scale: jax.Array | None,
+    value_scale: jax.Array | None,
+    is_new: jax.Array,
+    by_reference: bool,
+) -> tuple[jax.Array, State]:
+    """Do as `add_masked` for products [64, block] that all rows see, not capped yet, in one of the two ways.
+
+    By reference, the first try takes all capped scores for small ones, and a warp that has others skips it.
+    """
+    cap_factor = sizes.cap_factor
+    scores = Scores(products, score_factor(sizes, row_scale), all_rows(), value_scale)
+    if cap_factor is None or sizes.invariant or not by_reference:
+        scores = scores._replace(products=pac_cap.capped(sizes, products, row_scale, apart=False))
+        return (_add_by_reference if by_reference else _add_exactly)(sizes, state, scores, is_new)
+    products = pac_cap.of_row(products, row_scale)
+    most = pac_cap.greatest(products)  # [64, 8]
+
+    def of_small() -> tuple[jax.Array, float | jax.Array]:
+        return products, tanh_over(products, cap_factor, FEW_TERMS, sizes.factor)
+
+    def of_any() -> tuple[jax.Array, float | jax.Array]:
+        return pac_cap.scores(sizes, cap_factor, products, most), 1.0
+
+    is_new |= pac_cap.is_beyond(FEW_TERMS, cap_factor, most) == 1
+    return _add_in_two_tries(sizes, state, scores, is_new, of_small, of_any)
 
 
 def are_new(sizes: Sizes, state: State, visible: jax.Array) -> jax.Array:
@@ -93,7 +122,7 @@ def row_sum(state: State) -> jax.Array:
     return state.sums if state.sums.ndim == 1 else state.sums.sum(axis=1)
 
 
-def _add_exactly(sizes: Sizes, state: State, scores: Scores) -> tuple[jax.Array, State]:
+def _add_exactly(sizes: Sizes, state: State, scores: Scores, _is_new: jax.Array) -> tuple[jax.Array, State]:
     products, factor, visible, _ = scores
     block_max = jnp.where(visible, products.max(axis=1) * factor, MASK_VALUE)  # [64]
     row_max = jnp.maximum(jnp.maximum(state.reference, block_max), MIN_ROW_MAX)
@@ -105,35 +134,11 @@ def _add_exactly(sizes: Sizes, state: State, scores: Scores) -> tuple[jax.Array,
     )
 
 
-def add_by_reference(sizes: Sizes, state: State, scores: Scores, is_new: jax.Array) -> tuple[jax.Array, State]:
-    """Do as `add_block`, by reference whatever the sizes say."""
-
+def _add_by_reference(sizes: Sizes, state: State, scores: Scores, is_new: jax.Array) -> tuple[jax.Array, State]:
     def same() -> tuple[jax.Array, float | jax.Array]:
         return scores.products, scores.factor
 
     return _add_in_two_tries(sizes, state, scores, is_new, same, same)
-
-
-def add_where_wide(sizes: Sizes, state: State, products: jax.Array, is_new: jax.Array) -> tuple[jax.Array, State]:
-    """Do as `add_block` for products of a wide segment, which have no mask and pages of 16 bits, by reference.
-
-    There, arithmetic decides. So the first try takes all capped scores for small ones, and a warp that has others
-    skips it.
-    """
-    scores, cap_factor = Scores(products, sizes.factor, visible=all_rows(), value_scale=None), sizes.cap_factor
-    if cap_factor is None or sizes.invariant:
-        scores = scores._replace(products=pac_cap.capped(sizes, products, None, apart=False))
-        return add_by_reference(sizes, state, scores, is_new)
-    most = pac_cap.greatest(products)  # [64, 8]
-
-    def of_small() -> tuple[jax.Array, float | jax.Array]:
-        return products, tanh_over(products, cap_factor, FEW_TERMS, sizes.factor)
-
-    def of_any() -> tuple[jax.Array, float | jax.Array]:
-        return pac_cap.scores(sizes, cap_factor, products, most), 1.0
-
-    is_new |= pac_cap.is_beyond(FEW_TERMS, cap_factor, most) == 1
-    return _add_in_two_tries(sizes, state, scores, is_new, of_small, of_any)
 
 
 def _add_in_two_tries(

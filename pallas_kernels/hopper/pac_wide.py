@@ -49,7 +49,9 @@ def add_blocks(pipeline: Pipeline, lane: LaneWork, count: jax.Array) -> State:
 
     def step(j: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state, products = carry
-        weights, state = pac_softmax.add_where_wide(sizes, state, products, j == 0)  # [64, block]
+        weights, state = pac_softmax.add_unmasked(  # [64, block]
+            sizes, state, products, row_scale=None, value_scale=None, is_new=j == 0, by_reference=True
+        )
         number, following = lane.number(j), lane.number(jnp.minimum(j + 1, count - 1))
         stage, next_stage = pipeline.stage(number), pipeline.stage(following)
         plgpu.barrier_wait(pipeline.values_full(segment, number))

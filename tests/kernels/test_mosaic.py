@@ -84,7 +84,12 @@ def test_wide_segments_equal_dense_attention(query_tokens: int, order: str, leaf
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kv_dtype", "most", "softcap"),
-    [(jnp.bfloat16, 600.0, None), (jnp.bfloat16, 30.0, 20.0), (jnp.float8_e4m3fn, 16.0, None)],
+    [
+        (jnp.bfloat16, 600.0, None),
+        (jnp.bfloat16, 30.0, 20.0),
+        (jnp.float8_e4m3fn, 16.0, None),
+        (jnp.float8_e4m3fn, 16.0, 12.0),
+    ],
 )
 @pytest.mark.parametrize(
     ("heads", "requests"), [(Heads(32, 8, 128), 45), (Heads(24, 2, 64), 5), (Heads(8, 2, 256), 40)]
