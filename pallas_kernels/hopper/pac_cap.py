@@ -4,6 +4,8 @@ For a power and its share of a reciprocal the hardware takes as long as for ten 
 those of several requests, and each way rounds otherwise, so with `invariant` all scores go by powers.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -70,7 +72,7 @@ def greatest(products: jax.Array) -> jax.Array:
 
 def is_beyond(polynomial: TanhTerms, cap_factor: float, most: jax.Array) -> jax.Array:
     """Say of each warp whether products, of which `most` is the greatest, are too great for a polynomial, by 1 or 0."""
-    return by_warp.any_above(most, polynomial.bound / cap_factor)
+    return by_warp.any_above(most, polynomial.bound / cap_factor if cap_factor else math.inf)
 
 
 def of_row(products: jax.Array, row_scale: jax.Array | None) -> jax.Array:

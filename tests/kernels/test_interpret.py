@@ -229,6 +229,13 @@ def test_a_nan_in_k_stays_with_its_reader_where_its_neighbours_are_masked_by_row
     check(arrays, forest, plan, requests=[1])
 
 
+@pytest.mark.parametrize(("scale", "softcap"), [(1e-9, None), (0.0, 20.0), (0.0, 1e-9), (0.125, 1e-9)])
+def test_the_smallest_scores_are_masked_as_others(scale: float, softcap: float | None) -> None:
+    forest, heads = Forest.from_nodes([-1, 0, 0], [200, 150, 9], [1, 2]), Heads(2, 1, 128)
+    plan = plan_of(forest, heads, num_ctas=1, block_tokens=64, block_capacity=0)
+    check(Arrays.random(forest, heads, jnp.bfloat16, 0, num_pages=30), forest, plan, scale=scale, softcap=softcap)
+
+
 def test_a_nan_in_k_stays_with_its_reader_where_scores_are_capped_together() -> None:
     heads, forest = Heads(2, 1, 128), Forest.from_nodes([-1, 0, 0, 0, 0], [16, 9, 12, 14, 5], [1, 2, 3, 4])
     plan = plan_of(forest, heads, num_ctas=1, block_tokens=64, block_capacity=0)
