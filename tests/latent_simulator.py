@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from simulator import (
+    any_above,
+    fold_columns,
     gather,
     in_turn,
     multiply,
@@ -18,12 +20,13 @@ from simulator import (
     query_tile,
     query_views,
     read,
+    reciprocals,
     same_in_warp,
     see_completions,
     view_units,
 )
 
-from pallas_kernels import by_thread
+from pallas_kernels import by_thread, by_warp
 from pallas_kernels.hopper import latent, latent_products, tensor_core
 from pallas_kernels.hopper.latent_pipeline import LatentPipeline
 from pallas_kernels.hopper.long_heads import LongPipeline
@@ -37,6 +40,8 @@ def simulate_latents(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     monkeypatch.setattr(latent_products, "multiply_latents", multiply_latents)
     for of_threads in (gather, same_in_warp):
         monkeypatch.setattr(by_thread, of_threads.__name__, of_threads)
+    for of_warps in (any_above, fold_columns, reciprocals):
+        monkeypatch.setattr(by_warp, of_warps.__name__, of_warps)
 
     def then_see(role: str, see: Callable[[LatentPipeline, Any], None]) -> None:
         work = getattr(latent, role)

@@ -31,9 +31,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, params: Any) -> None:
     monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=params))
     for of_threads in (gather, same_in_warp, publish):
         monkeypatch.setattr(by_thread, of_threads.__name__, of_threads)
-    monkeypatch.setattr(by_warp, "any_above", any_above)
-    monkeypatch.setattr(by_warp, "fold_columns", fold_columns)
-    monkeypatch.setattr(by_warp, "reciprocals", reciprocals)
+    for of_warps in (any_above, fold_columns, reciprocals):
+        monkeypatch.setattr(by_warp, of_warps.__name__, of_warps)
     for function in (
         query_scratch, query_views, ring_scratch, ring_views, view_units, make_terms,
         multiply_keys, multiply_values, multiply_both,
